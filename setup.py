@@ -3,7 +3,7 @@
 WARMROUTE_COMPILE=1    mypyc compiles the Python modules of the request path, too (tools/build_wheel.sh and `make
                        compile` set it). Without mypyc they stay plain Python: the same, but it takes more CPU
 WARMROUTE_DEV=1        compiler warnings are errors (the Makefile sets it)
-WARMROUTE_SANITIZE=1   with AddressSanitizer and UndefinedBehaviorSanitizer (tools/sanitize.py sets it)
+WARMROUTE_SANITIZE=1   with AddressSanitizer and UndefinedBehaviorSanitizer (fuzz/sanitize.py sets it)
 """
 
 import os
@@ -42,17 +42,23 @@ COMPILED = [
     "index/prediction",
     "index/reuse",
     "prompt/body_fields",
+    "prompt/layout_check",
     "prompt/plain_chats",
     "prompt/request_body",
     "prompt_doctor/prompt_samples",
     "routing/admission",
+    "routing/admission_queue",
     "routing/attempts",
     "routing/decision",
     "routing/dispatcher",
     "routing/output_length",
+    "routing/overdue_turns",
     "routing/policies/price_policy",
     "routing/query",
+    "routing/queued_request",
+    "routing/queued_requests",
     "routing/router",
+    "routing/waiting_guarantee",
     "telemetry/journal",
     "telemetry/traffic",
 ]

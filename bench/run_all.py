@@ -33,6 +33,8 @@ TIMED = {
     "peers_least_loaded": "peers.py --harness HARNESS --policy least_loaded",
     "peers_price": "peers.py --harness HARNESS --policy price --peers vr-rr,sgl-ca",
     "peers_tokenizer": "peers.py --harness HARNESS --tokenizer DATA/tokenizers/qwen3-rebuilt",
+    "cluster_messages": "cluster_messages.py",
+    "workers": "workers.py",
     "replay_speed": "replay_speed.py --data DATA",
     "agreement": "agreement.py",
     "policy_ranking": "policy_ranking.py",

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import sys
 import time
 from pathlib import Path
@@ -32,7 +31,6 @@ from warmroute.http_client import request
 HOST = "127.0.0.1"
 TURNS = 6
 TURN_BYTES = 700
-TICKS = os.sysconf("SC_CLK_TCK")
 SATURATING_RATE = 8000.0
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: r\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
 
@@ -49,9 +47,10 @@ async def run_node(port: int) -> None:
 
 def cpu_s(pid: int) -> float:
     """CPU time of a process and its running children."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    threads = Path(f"/proc/{pid}/task").iterdir()
+    own_ns = sum(int((thread / "schedstat").read_text().split()[0]) for thread in threads)
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return (int(fields[11]) + int(fields[12])) / TICKS + sum(cpu_s(int(child)) for child in children)
+    return own_ns / 1e9 + sum(cpu_s(int(child)) for child in children)
 
 
 async def start(*arguments: str) -> asyncio.subprocess.Process:

@@ -28,6 +28,8 @@ TESTS = [
     "tests/kernel/test_body_buffer.py",
     "tests/kernel/test_forwarded_heads.py",
     "tests/kernel/test_kernel_module.py",
+    "tests/cluster/test_messages.py",
+    "tests/cluster/test_peer_load.py",
     "tests/edge/test_first_token_search.py",
     "tests/edge/test_http_kernel.py",
     "tests/index",

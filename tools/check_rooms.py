@@ -29,7 +29,7 @@ MAY_KNOW: dict[str, set[str]] = {
     "capture": {"_kernel", "blocking", "config", "prompt", "fleet", "routing", "telemetry"},
     "edge": {"_kernel", "capture", "config", "prompt", "fleet", "routing", "telemetry"},
     "picker": {"_kernel", "config", "edge", "fleet", "prompt", "routing", "telemetry"},
-    "cluster": {"config", "fleet", "index", "routing"},
+    "cluster": {"_kernel", "config", "fleet", "index", "routing"},
     "engines": {"config", "fleet", "index"},
     "discovery": {"blocking", "config", "fleet", "kubernetes"},
     "scaling": {"blocking", "config", "fleet", "index", "kubernetes"},

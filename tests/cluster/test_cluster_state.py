@@ -13,7 +13,6 @@ from warmroute.config import Admission as AdmissionConfig
 from warmroute.config import Health, Index, KeyConfig, NodeConfig, Pricing, Routing
 from warmroute.fleet.fleet import Fleet
 from warmroute.fleet.node import Node, Outcome
-from warmroute.fleet.peer_load import own_load
 from warmroute.fleet.ticket import Ticket
 from warmroute.index.cache_view import CacheView
 from warmroute.index.lookup import Lookup
@@ -101,7 +100,7 @@ def test_a_node_counts_the_requests_of_all_processes() -> None:
         and b.node().kv_new == 1700
         and b.node().kv_delta == 1700.0
     )
-    assert b.node().own_inflight == 1 and own_load(b.node()).pending_work == pytest.approx(200.0)
+    assert b.node().own_inflight == 1 and b.node().own_pending_work == pytest.approx(200.0)
     assert b.node().arrival_rate == pytest.approx(a.node().arrival_rate)
     group = b.fleet.group("m")
     assert group is not None and group.inflight == 3
@@ -118,7 +117,7 @@ def test_a_node_counts_the_requests_of_all_processes() -> None:
     for process in (a, b):
         node = process.node()
         assert (node.inflight, node.pending_work, node.context_tokens, node.kv_new) == (0, 0.0, 0, 0)
-        assert node.peer_load.inflight == 0 and node.kv_delta == 0.0
+        assert node.peer_inflight == 0 and node.kv_delta == 0.0
 
 
 def test_what_the_node_reports_counts_beyond_the_requests_of_all_processes() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from math import inf, nan
 from random import Random
 from typing import Any
@@ -9,25 +10,36 @@ from typing import Any
 import msgspec
 import pytest
 
+from warmroute._kernel import MAX_FIRST_TOKENS
 from warmroute.cluster.messages import (
     MAX_MESSAGE_BYTES,
     VERSION,
     BadMessage,
-    Home,
     NodeChange,
-    NodeRow,
-    Prefill,
-    RoutedPrompt,
     Update,
     decode,
     encode,
 )
 
-ROW = NodeRow("a", 3, 1000.0, 500, 400, -5.0, 9, 120, 0.05, 1.0, 8)
+ROW: dict[str, float] = {
+    "inflight": 3, "pending_work": 1000.0, "context_tokens": 500, "kv_new": 400, "kv_sum": -5.0, "opened": 9,
+    "output_tokens": 120, "ms_per_token": 0.05, "speed_factor": 1.0, "answers": 8,
+}  # fmt: skip
+
+
+def row(**values: float) -> bytes:
+    return struct.pack("<qdqqdqqddq", *{**ROW, **values}.values())
+
+
+def first_token(
+    name: int = 0, lone: int = 1, work: float = 1e3, step_ms: float = 20.0, sent_s: float = 11.0, at_s: float = 11.5
+) -> bytes:
+    return struct.pack("<IIdddd", name, lone, work, step_ms, sent_s, at_s)
+
+
 UPDATE = Update(
-    VERSION, "router-0", 7, 12.5, True, (ROW,), {"m": 2}, {"a": (1, -4.5)}, {"acme": (3.0, 120.5, 9.0, -4.0)},
-    (Prefill("a", 1000.0, 20.0, 11.0, 11.5, True),), (RoutedPrompt("a", b"12345678", True, ""),),
-    (Home((1 << 64) - 1, "eu", "us"),),
+    VERSION, "router-0", 7, 12.5, True, ("a",), row(), {"m": 2}, {"a": (1, -4.5)}, {"acme": (3.0, 120.5, 9.0, -4.0)},
+    ("a",), first_token(), (("a", b"12345678", True, ""),), (((1 << 64) - 1, "eu", "us"),),
 )  # fmt: skip
 
 
@@ -53,16 +65,32 @@ def changed(**fields: Any) -> bytes:
         changed(sender="x" * 513),
         changed(sequence=-1),
         changed(sent_s=nan),
-        changed(nodes=(msgspec.structs.replace(ROW, inflight=-1),)),
-        changed(nodes=(msgspec.structs.replace(ROW, pending_work=nan),)),
-        changed(nodes=(msgspec.structs.replace(ROW, pending_work=inf),)),
-        changed(nodes=(msgspec.structs.replace(ROW, ms_per_token=-1.0),)),
+        changed(rows=row(inflight=-1)),
+        changed(rows=row(inflight=(1 << 50) + 1)),
+        changed(rows=row(pending_work=nan)),
+        changed(rows=row(pending_work=inf)),
+        changed(rows=row(kv_sum=nan)),
+        changed(rows=row(ms_per_token=-1.0)),
+        changed(rows=row(speed_factor=inf)),
+        changed(rows=row() + b"x"),
+        changed(rows=row() + row()),
+        changed(rows=b""),
+        changed(nodes=("a", "b")),
         changed(heads={"a": (1, nan)}),
         changed(taken={"a": (nan, 0.0, 0.0, 0.0)}),
-        changed(prefills=(Prefill("a", 1.0, 1.0, inf, 1.0, True),)),
-        changed(prefills=(Prefill("a", nan, 1.0, 1.0, 1.0, True),)),
-        changed(routed=(RoutedPrompt("a", b"123", True, ""),)),
-        changed(homes=tuple([Home(1, "a", "a")] * 8193)),
+        changed(first_tokens=first_token(sent_s=inf)),
+        changed(first_tokens=first_token(at_s=nan)),
+        changed(first_tokens=first_token(sent_s=11.6)),  # after the first token
+        changed(first_tokens=first_token(at_s=1e300)),
+        changed(first_tokens=first_token(work=nan)),
+        changed(first_tokens=first_token(step_ms=-1.0)),
+        changed(first_tokens=first_token(name=1)),
+        changed(first_tokens=first_token(lone=2)),
+        changed(first_tokens=first_token()[:-1]),
+        changed(first_tokens=first_token() * (MAX_FIRST_TOKENS + 1)),
+        changed(first_token_nodes=()),
+        changed(routed=(("a", b"123", True, ""),)),
+        changed(homes=((1, "a", "a"),) * 8193),
     ],
 )
 def test_a_bad_message_is_rejected(message: bytes) -> None:
@@ -70,9 +98,15 @@ def test_a_bad_message_is_rejected(message: bytes) -> None:
         decode(message)
 
 
+def test_a_message_of_another_version_is_named_as_such() -> None:
+    """Its fields may have other types: the sixth of version 4 was a map."""
+    with pytest.raises(BadMessage, match=f"has version 4; this process has version {VERSION}"):
+        decode(msgspec.msgpack.encode([4, "router-0", 7, 12.5, True, [["a", 3]], {"m": 2}, {}, {}, [], []]))
+
+
 def test_a_new_field_of_a_change_gets_a_new_version() -> None:
     """Processes compare digests of encoded changes: with another number of fields they would never agree."""
-    assert (VERSION, len(NodeChange.__struct_fields__)) == (4, 7)
+    assert (VERSION, len(NodeChange.__struct_fields__)) == (5, 7)
 
 
 def test_damaged_messages_are_read_or_rejected_and_nothing_else() -> None:

@@ -15,6 +15,7 @@ from support.answering_node import AnsweringNode, answering_node
 from support.engine_processes import FakeEngine
 from support.engine_scripts import vllm_metrics
 
+from warmroute.build_info import version_and_build
 from warmroute.cli.main import main
 from warmroute.config import from_table
 from warmroute.demo.child_processes import Children
@@ -347,11 +348,13 @@ def test_the_command_reports_a_simulated_fleet(
         assert main(["doctor", "--config", str(file), "--json"]) == 0
         report = json.loads(capsys.readouterr().out)
         checks = {check["name"]: check for check in report["subjects"][1]["checks"]}
+        assert report["warmroute"] == version_and_build()
         assert report["problems"] == 0 and "an event arrived" in checks["KV events"]["found"]
         assert "same tokens" in checks["chat template"]["found"]
         file.write_text(text + '[[nodes]]\nurl = "http://127.0.0.1:1"\nname = "gpu-b"\n')
         assert main(["doctor", "--config", str(file), "--no-requests"]) == 1
     out = capsys.readouterr().out
+    assert out.startswith(f"warmroute {version_and_build()}\n")
     assert "gpu-b  http://127.0.0.1:1" in out and out.rstrip().endswith("1 problem")
     copied = [line for line in out.splitlines() if line.startswith("          ")]
     assert all(len(line) <= 80 for line in out.splitlines() if line not in copied)

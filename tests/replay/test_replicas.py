@@ -60,7 +60,7 @@ def test_lost_and_late_messages_fail_no_request_and_leave_nothing_behind(network
     world.calendar.run(until_ms=world.calendar.now_ms + 3000.0)  # the last messages arrive, or their senders are silent
     for sim in world.nodes.values():
         for node in sim.views:
-            assert node.inflight == node.peer_load.inflight == 0
+            assert node.inflight == node.peer_inflight == 0
             assert node.pending_work == 0.0 and node.context_tokens == 0 and node.kv_new == 0
     for replica in world.replicas:
         group = replica.fleet.group("sim")

@@ -9,11 +9,13 @@ from warmroute._kernel.capture_ids import *
 from warmroute._kernel.digest import *
 from warmroute._kernel.exit_deadline import *
 from warmroute._kernel.first_token import *
+from warmroute._kernel.first_token_order import *
 from warmroute._kernel.hits import *
 from warmroute._kernel.http_chunks import *
 from warmroute._kernel.http_head import *
 from warmroute._kernel.index import *
 from warmroute._kernel.message_tokens import *
+from warmroute._kernel.peer_load import *
 from warmroute._kernel.price import *
 from warmroute._kernel.recency import *
 from warmroute._kernel.routing_hash import *

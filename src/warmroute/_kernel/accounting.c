@@ -9,6 +9,7 @@
  *   prefills are due, until its prefill is assumed to be done.
  */
 #include "accounting.h"
+#include "first_token_order.h"
 #include <math.h>
 
 /* ---- Speed ---- */
@@ -32,8 +33,7 @@ static void learn_prefill_speed(SpeedState *s, double done, double step_ms, doub
 static void record_lone_prefill(SpeedState *s, double work, double took_ms);
 static void record_long_prefill(SpeedState *s, double work, double took_ms);
 
-/* What the router learns from a first token. `lone`: no other prompt waited at that time. */
-static void learn_first_token(SpeedState *s, double done, double step_ms, double sent_s, double now_s, int lone) {
+void learn_first_token(SpeedState *s, double done, double step_ms, double sent_s, double now_s, int lone) {
     if (lone && sent_s >= s->last_first_token_s) {
         record_lone_prefill(s, done, (now_s - sent_s) * 1000.0);
         if (done >= LONG_PREFILL_WORK) /* it waited for half a step on average, if the node was decoding */
@@ -52,8 +52,19 @@ static PyObject *speed_learn(SpeedState *s, PyObject *const *args, Py_ssize_t co
     Py_RETURN_NONE;
 }
 
+static int speed_traverse(SpeedState *self, visitproc visit, void *arg) {
+    Py_VISIT(self->first_tokens);
+    return 0;
+}
+
+static int speed_clear(SpeedState *self) {
+    Py_CLEAR(self->first_tokens);
+    return 0;
+}
+
 static void speed_dealloc(SpeedState *self) {
-    Py_CLEAR(self->samples);
+    PyObject_GC_UnTrack(self);
+    speed_clear(self);
     Py_TYPE(self)->tp_free(self);
 }
 
@@ -126,7 +137,7 @@ static PyMemberDef speed_members[] = {
     {"timed_answers", T_PYSSIZET, offsetof(SpeedState, timed_answers), 0, NULL},
     {"early_share", T_DOUBLE, offsetof(SpeedState, early_share), 0, NULL},
     {"answers", T_PYSSIZET, offsetof(SpeedState, answers), 0, NULL},
-    {"samples", T_OBJECT, offsetof(SpeedState, samples), 0, NULL},
+    {"first_tokens", T_OBJECT, offsetof(SpeedState, first_tokens), 0, NULL},
     NO_MEMBER};
 
 static PyMethodDef speed_methods[] = {
@@ -137,8 +148,10 @@ PyTypeObject SpeedType = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = MODULE "SpeedState",
     .tp_doc = "The learned speed of a node.",
     .tp_basicsize = sizeof(SpeedState),
-    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE,
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
     .tp_new = PyType_GenericNew,
+    .tp_traverse = (traverseproc)speed_traverse,
+    .tp_clear = (inquiry)speed_clear,
     .tp_dealloc = (destructor)speed_dealloc,
     .tp_methods = speed_methods,
     .tp_members = speed_members,
@@ -251,6 +264,15 @@ METHOD_OF_NUMBER(record_arrival)
 METHOD_OF_NUMBER(record_latency)
 METHOD_OF_NUMBER(assume_prefilled)
 
+static PyObject *node_add_context(NodeState *node, PyObject *given) {
+    Py_ssize_t tokens;
+    if (as_size(given, &tokens) < 0)
+        return NULL;
+    node->context_tokens += tokens;
+    node->changes++;
+    Py_RETURN_NONE;
+}
+
 static PyObject *as_list(const Py_ssize_t *numbers, Py_ssize_t n) {
     PyObject *list = PyList_New(n);
     for (Py_ssize_t at = 0; list && at < n; at++) {
@@ -271,6 +293,11 @@ static PyObject *node_outcomes(NodeState *node, void *unused) {
 static PyObject *node_ttft_counts(NodeState *node, void *unused) {
     (void)unused;
     return as_list(node->ttft_counts, TTFT_BUCKETS);
+}
+
+static PyObject *node_own_pending_work(NodeState *node, void *unused) {
+    (void)unused;
+    return PyFloat_FromDouble(own_pending_work(node));
 }
 
 static PyMemberDef node_members[] = {
@@ -300,10 +327,17 @@ static PyMemberDef node_members[] = {
     {"kv_sum", T_DOUBLE, offsetof(NodeState, kv_sum), READONLY, NULL},
     {"changes", T_PYSSIZET, offsetof(NodeState, changes), READONLY, NULL},
     {"unstreamed_prefills", T_PYSSIZET, offsetof(NodeState, unstreamed_prefills), READONLY, NULL},
+    {"peer_inflight", T_PYSSIZET, offsetof(NodeState, peer_inflight), READONLY, NULL},
+    {"peer_context_tokens", T_PYSSIZET, offsetof(NodeState, peer_context_tokens), READONLY, NULL},
+    {"peer_kv_new", T_PYSSIZET, offsetof(NodeState, peer_kv_new), READONLY, NULL},
+    {"peer_pending_work", T_DOUBLE, offsetof(NodeState, peer_pending_work), READONLY, NULL},
+    {"published_work", T_DOUBLE, offsetof(NodeState, published_work), 0, NULL},
+    {"published_changes", T_PYSSIZET, offsetof(NodeState, published_changes), 0, NULL},
     NO_MEMBER};
 
 static PyGetSetDef node_properties[] = {
     {"speed", (getter)get_part, (setter)set_part, NULL, &SpeedType},
+    {"own_pending_work", (getter)node_own_pending_work, NULL, "This process's part of the prefill work.", NULL},
     {"outcomes", (getter)node_outcomes, NULL, "Released tickets by outcome.", NULL},
     {"ttft_counts", (getter)node_ttft_counts, NULL, "First tokens by bucket of TTFT_BOUNDS_MS.", NULL},
     NO_PROPERTY};
@@ -311,6 +345,7 @@ static PyGetSetDef node_properties[] = {
 static PyMethodDef node_methods[] = {
     {"record_arrival", (PyCFunction)node_record_arrival, METH_O, "Count a request that is sent to the node now."},
     {"record_latency", (PyCFunction)node_record_latency, METH_O, "Add a response's latency to the moving average."},
+    {"add_context", (PyCFunction)node_add_context, METH_O, "Add to the context tokens, or take some away."},
     {"assume_prefilled", (PyCFunction)node_assume_prefilled, METH_O, "End the unstreamed prefills that are due by now."},
     NO_METHOD};
 
@@ -425,14 +460,14 @@ static void learn_prefill(TicketState *t, NodeState *node, double now_s) {
     if (arrived_s >= now_s)                                        /* then the round trip is shorter than configured */
         arrived_s = t->opened_s;
     int lone = t->streams && node->pending_work < 1.0;
-    if (!speed->samples || !PyList_Check(speed->samples)) {
+    PyObject *order = speed->first_tokens;
+    if (!order || Py_TYPE(order) != &FirstTokenOrderType) {
         learn_first_token(speed, t->unlearned_work, step_ms, arrived_s, now_s, lone);
         return;
     }
-    PyObject *sample = Py_BuildValue("(ddddO)", t->unlearned_work, step_ms, arrived_s, now_s, lone ? Py_True : Py_False);
-    if (!sample || PyList_Append(speed->samples, sample) < 0)
-        PyErr_Clear(); /* out of memory: the speed stays */
-    Py_XDECREF(sample);
+    FirstToken token = {.at_s = now_s, .sent_s = arrived_s, .work = t->unlearned_work, .step_ms = step_ms, .node = node,
+                        .lone = (char)lone};
+    keep_first_token(order, &token);
 }
 
 static PyObject *ticket_first_token(TicketState *t, PyObject *const *args, Py_ssize_t count) {

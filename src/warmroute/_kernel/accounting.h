@@ -19,7 +19,7 @@ typedef struct {
     double early_share;                             /* of answers whose first token came sooner than a step allows */
     Py_ssize_t answers, lone_prefills, timed_answers, long_prefills;
     char is_replaced;                               /* ms_per_token is the peers' */
-    PyObject *samples;                              /* a list: learn() takes them later; NULL: learn at once */
+    PyObject *first_tokens;                         /* the FirstTokenOrder that keeps them until they are learned; NULL: each at once */
 } SpeedState;
 
 /* fleet/decode_speed.py inherits from it: time per output token as a line over the context, with a lower bound. */
@@ -53,6 +53,11 @@ typedef struct {
     Py_ssize_t unstreamed_prefills;
     TicketState *first_unstreamed, *last_unstreamed;
     Py_ssize_t outcomes[OUTCOMES], ttft_counts[TTFT_BUCKETS];
+    /* The part of the figures above that is the peers', and what this process has published of its own (peer_load.c). */
+    Py_ssize_t peer_inflight, peer_context_tokens, peer_kv_new;
+    double peer_pending_work, published_work;
+    Py_ssize_t published_changes; /* `changes` at that time */
+    Py_ssize_t name_at;           /* index of its name in the message that is being packed */
 } NodeState;
 
 /* fleet/ticket.py inherits from it. */
@@ -77,6 +82,14 @@ extern PyTypeObject SpeedType, DecodeSpeedType, NodeType, TicketType;
 static always_inline SpeedState *speed_of(const NodeState *node) { return (SpeedState *)node->named.part; }
 
 static always_inline Py_ssize_t load_of(const NodeState *node) { return node->inflight + node->other_load; }
+
+/* This process's part of the prefill work. */
+static always_inline double own_pending_work(const NodeState *node) {
+    return node->inflight != node->peer_inflight ? larger(0.0, node->pending_work - node->peer_pending_work) : 0.0;
+}
+
+/* What the router learns from a first token. `lone`: no other prompt waited at that time. */
+void learn_first_token(SpeedState *speed, double done, double step_ms, double sent_s, double now_s, int lone);
 
 /* Time per output token beside this much context, on a node like the others. */
 static always_inline double decode_ms(const DecodeSpeedState *d, double context) {

@@ -1,5 +1,7 @@
 from typing import Final
 
+from warmroute._kernel.first_token_order import FirstTokenOrder
+
 # How a ticket ended (fleet.node.Outcome).
 OUTCOME_OK: Final[int]
 OUTCOME_REJECTED: Final[int]
@@ -85,8 +87,8 @@ class SpeedState:
     _ms: float
     _at_s: float
     _last_first_token_s: float
-    samples: list[tuple[float, float, float, float, bool]] | None
-    """What `learn` takes, for each first token, if it is to be learned later; None: the kernel learns at once."""
+    first_tokens: FirstTokenOrder | None
+    """Where the first tokens are kept until they are learned; None: the kernel learns at once."""
 
     def learn(self, work: float, step_ms: float, sent_s: float, now_s: float, lone: bool, /) -> None:
         """Learn from a first token: a prompt with this much work, sent at `sent_s`, was prefilled at `now_s`."""
@@ -134,6 +136,22 @@ class NodeState:
     def changes(self) -> int:
         """How often tickets changed these figures."""
     @property
+    def peer_inflight(self) -> int:
+        """The part of `inflight` that is the peers' (cluster/peer.py). Likewise the next three."""
+    @property
+    def peer_context_tokens(self) -> int: ...
+    @property
+    def peer_kv_new(self) -> int: ...
+    @property
+    def peer_pending_work(self) -> float: ...
+    @property
+    def own_pending_work(self) -> float:
+        """The part of `pending_work` that is this process's."""
+    published_work: float
+    """`own_pending_work` when it was last published."""
+    published_changes: int
+    """`changes` at that time."""
+    @property
     def unstreamed_prefills(self) -> int:
         """Our requests without streaming whose prefill is not due yet."""
     @property
@@ -157,6 +175,8 @@ class NodeState:
         """Count a request that is sent to the node now."""
     def record_latency(self, took_ms: float, /) -> None:
         """Add a response's time from dispatch to end to the moving average."""
+    def add_context(self, tokens: int, /) -> None:
+        """Add to `context_tokens`; a negative number takes some away. It counts as one of the `changes`."""
     def assume_prefilled(self, now_s: float, /) -> None:
         """End the unstreamed prefills that are due by now. To be called now and then while there are some."""
 

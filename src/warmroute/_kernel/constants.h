@@ -8,6 +8,8 @@
     /* Length of a body whose head does not give one. */                                                                   \
     X(CHUNKED, -1)                                                                                                         \
     X(UNTIL_CLOSE, -2)                                                                                                     \
+    /* The most first tokens that wait to be published, or to be learned. */                                                \
+    X(MAX_FIRST_TOKENS, 8192)                                                                                              \
     /* Why a head is rejected. */                                                                                          \
     X(MALFORMED_START_LINE, 1)                                                                                             \
     X(BAD_TARGET, 2)                                                                                                       \

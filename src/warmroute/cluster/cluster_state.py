@@ -21,7 +21,6 @@ from warmroute.cluster.shared_speeds import SharedSpeeds
 from warmroute.cluster.snapshots import MARK, SnapshotAnswers, SnapshotRequest, decode_snapshot, snapshot_messages
 from warmroute.cluster.transport import Transport
 from warmroute.event_log import EventLog
-from warmroute.fleet.fleet import UnknownNode
 from warmroute.fleet.node import Node
 from warmroute.index.cache_view import CacheView
 from warmroute.routing.dispatcher import Dispatcher
@@ -80,8 +79,7 @@ class ClusterState:
 
         dispatcher.node_freed = freed
         dispatcher.router.on_dispatch = changed
-        turns = dispatcher.admission.turns = ClusterTurns(self.peers, changed)
-        turns.published_work = self.publisher.published_work
+        dispatcher.admission.turns = ClusterTurns(self.peers, changed)
         self.received = self.rejected = 0
         self._lost = 0
         """Messages of peers that are gone which did not arrive."""
@@ -142,14 +140,13 @@ class ClusterState:
             peer.lost += 1
         else:
             freed = peer.apply(update, now_s)
-            for one in update.prefills:
-                self._speeds.add(one, peer.local_s(one.sent_s), min(now_s, peer.local_s(one.at_s)))
+            self._speeds.add(update, peer.clock_offset_s, now_s)
             if self.snapshot is not None and not self.snapshot.done and update.routed and len(self._held) < MAX_HELD:
                 self._held.append(update)
             else:
                 self._apply_routed(update, now_s)
-            for home in update.homes:
-                self._affinity.remember(home.key, (home.home, home.last), now_s)
+            for key, home, last in update.homes:
+                self._affinity.remember(key, (home, last), now_s)
             self._apply_shared(update, now_s)
             for node in freed:
                 self._node_freed(node, now_s)
@@ -177,6 +174,11 @@ class ClusterState:
         digest = self.nodes.digest if self.nodes is not None else 0
         return [peer.sender for peer in self.peers.values() if peer.changes_digest != digest]
 
+    @property
+    def has_unsent_snapshot(self) -> bool:
+        """Whether a peer has asked for a snapshot that is not sent completely."""
+        return self._answers.has_unsent
+
     def next_snapshot_message(self) -> tuple[str, bytes] | None:
         """Return the receiver and the next message of a snapshot that a peer has asked for."""
         return self._answers.next_message()
@@ -201,15 +203,14 @@ class ClusterState:
             self.snapshot.apply_waiting(now_s)
         hot = self._dispatcher.router.hot
         for prompt in update.routed:
-            try:
-                node = self._fleet.node(prompt.node)
-            except UnknownNode:
+            name, chain, _, _ = prompt
+            node = self._fleet.find(name)
+            if node is None:
                 continue
             backlog_s = node.pending_work * node.speed.ms_per_token / 1000.0
-            routed = (prompt.node, prompt.chain, prompt.exact, prompt.cache_group)
-            self._cache_view.record_peer_routed(routed, now_s + backlog_s, now_s)
-            if hot is not None and (cache := self._cache_view.cache(prompt.node)) is not None:
-                hot.record_peer(prompt.chain, cache.block_size, now_s)
+            self._cache_view.record_peer_routed(prompt, now_s + backlog_s, now_s)
+            if hot is not None and (cache := self._cache_view.cache(name)) is not None:
+                hot.record_peer(chain, cache.block_size, now_s)
 
     @property
     def lost(self) -> int:

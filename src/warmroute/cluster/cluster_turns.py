@@ -17,7 +17,6 @@ from typing import Final
 
 from warmroute.cluster.peer import Peer
 from warmroute.fleet.node import Node
-from warmroute.fleet.peer_load import own_load
 
 MAX_YIELD_S: Final = 0.1
 FORGET_AFTER_S: Final = 10.0
@@ -31,8 +30,6 @@ class ClusterTurns:
         self._yields_since_s: dict[str, float] = {}
         self._forget_at = 64
         """Number of nodes in `_yields_since_s` at which old ones are forgotten."""
-        self.published_work: dict[str, float] = {}
-        """By node: this process's pending work when it last published."""
 
     def is_ours(self, node: Node, priority: int, work_ms: float, now_s: float) -> bool:
         if not node.inflight:  # the peer's request is not waiting for this node, or goes there at once, too
@@ -67,4 +64,4 @@ class ClusterTurns:
         peers = len(self._peers)
         if not peers:
             return 0.0
-        return peers * max(0.0, own_load(node).pending_work - self.published_work.get(node.name, 0.0))
+        return peers * max(0.0, node.own_pending_work - node.published_work)

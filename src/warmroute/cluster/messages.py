@@ -16,7 +16,9 @@ from typing import Annotated, Final, Literal
 import msgspec
 from msgspec import Meta
 
-VERSION: Final = 4
+from warmroute._kernel import check_first_tokens, check_load_rows
+
+VERSION: Final = 5
 """Changes with the meaning of a field, and with the fields of `NodeChange`, of which peers compare digests. A process
 ignores messages of other versions."""
 PUBLISH_S: Final = 0.02
@@ -30,7 +32,6 @@ MAX_MESSAGE_BYTES: Final = 4 << 20
 MAX_NODES: Final = 16_384
 MAX_MODELS: Final = 4_096
 MAX_TENANTS: Final = 16_384
-MAX_PREFILLS: Final = 8_192
 MAX_ROUTED: Final = 4_096
 MAX_ROUTED_BYTES: Final = 1 << 20
 """Block hashes in one message. What is beyond is not published, and counted."""
@@ -46,57 +47,15 @@ Count = Annotated[int, Meta(ge=0, le=1 << 50)]
 Number = Annotated[float, Meta(ge=0.0, le=1e15)]
 
 
-class NodeRow(msgspec.Struct, frozen=True, array_like=True):
-    """What a process has on one node now, and totals since its start."""
-
-    node: Name
-    inflight: Count
-    pending_work: Number
-    context_tokens: Count
-    kv_new: Count
-    kv_sum: Total
-    """Total of the KV tokens that its requests allocated, minus those they freed."""
-    opened: Count
-    """Total of the requests that it sent to the node."""
-    output_tokens: Count
-    """Total of the tokens that the node generated for it, which take room in the node's cache."""
-    ms_per_token: Number
-    """The prefill speed that it has learned, and from how many answers."""
-    speed_factor: Number
-    answers: Count
-
-
-class Prefill(msgspec.Struct, frozen=True, array_like=True):
-    """A first token: a prompt with this much uncached work was prefilled. All processes learn a node's speed from the
-    first tokens of all, in the order of time, since a node prefills their prompts together."""
-
-    node: Name
-    work: Number
-    step_ms: Number
-    sent_s: float
-    at_s: float
-    lone: bool
-    """Whether no other prompt waited on the node."""
-
-
-class RoutedPrompt(msgspec.Struct, frozen=True, array_like=True):
-    """A prompt that a process sent to a node: the node will hold these blocks."""
-
-    node: Name
-    chain: Annotated[bytes, Meta(max_length=MAX_ROUTED_BYTES)]
-    """Block hashes, 8 bytes each."""
-    exact: bool
-    """Whether the node's KV events will contain these blocks."""
-    cache_group: Name
-
-
-class Home(msgspec.Struct, frozen=True, array_like=True):
-    """The islands of a conversation."""
-
-    key: int
-    """A hash of 64 bits; MessagePack has no longer integers."""
-    home: Name
-    last: Name
+Names = Annotated[tuple[Name, ...], Meta(max_length=MAX_NODES)]
+Chain = Annotated[bytes, Meta(max_length=MAX_ROUTED_BYTES)]
+"""Block hashes, 8 bytes each."""
+RoutedPrompt = tuple[Name, Chain, bool, Name]
+"""A prompt that a process sent to a node, which will hold these blocks: the node, its blocks, whether the node's KV
+events will contain them, and the cache group."""
+Home = tuple[int, Name, Name]
+"""The islands of a conversation: a hash of it with 64 bits (MessagePack has no longer integers), its home, and where
+its last request went."""
 
 
 class NodeChange(msgspec.Struct, frozen=True, array_like=True):
@@ -131,7 +90,18 @@ class Update(msgspec.Struct, frozen=True, array_like=True):
     sequence: Count
     sent_s: float
     full: bool
-    nodes: Annotated[tuple[NodeRow, ...], Meta(max_length=MAX_NODES)] = ()
+    nodes: Names = ()
+    """The nodes that `rows` describes, in the same order."""
+    rows: bytes = b""
+    """What the process has on each of these nodes now, and totals since its start, 80 bytes each. The kernel packs,
+    checks and applies them (_kernel/peer_load.c):
+
+    inflight, pending_work, context_tokens, kv_new
+    kv_sum            total of the KV tokens that its requests allocated, minus those they freed
+    opened            total of the requests that it sent to the node
+    output_tokens     total of the tokens that the node generated for it, which take room in the node's cache
+    ms_per_token, speed_factor, answers
+                      the prefill speed that it has learned, and from how many answers"""
     waiting: Annotated[dict[Name, Count], Meta(max_length=MAX_MODELS)] = {}
     """Requests in its admission queue, by model."""
     heads: Annotated[dict[Name, tuple[Count, float]], Meta(max_length=MAX_NODES)] = {}
@@ -139,7 +109,11 @@ class Update(msgspec.Struct, frozen=True, array_like=True):
     taken: Annotated[dict[Name, tuple[Total, Total, Total, Total]], Meta(max_length=MAX_TENANTS)] = {}
     """Of the tenants for which it changed: totals of the requests and tokens that its requests took from the limits,
     and what it knows to be left of both."""
-    prefills: Annotated[tuple[Prefill, ...], Meta(max_length=MAX_PREFILLS)] = ()
+    first_token_nodes: Names = ()
+    first_tokens: bytes = b""
+    """Prompts that were prefilled, 40 bytes each: the index in `first_token_nodes`, lone, work, step_ms, sent_s, at_s
+    (_kernel/first_token_order.c). All processes learn a node's speed from the first tokens of all, in the order of
+    time, since a node prefills their prompts together."""
     routed: Annotated[tuple[RoutedPrompt, ...], Meta(max_length=MAX_ROUTED)] = ()
     homes: Annotated[tuple[Home, ...], Meta(max_length=MAX_HOMES)] = ()
     changes: Annotated[tuple[NodeChange, ...], Meta(max_length=MAX_CHANGES)] = ()
@@ -160,6 +134,26 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Update)
 
 
+class _FirstField(msgspec.Struct, array_like=True):
+    version: int
+
+
+_first_field_decoder = msgspec.msgpack.Decoder(_FirstField)
+
+
+def _unreadable(message: bytes) -> BadMessage:
+    """Return why a message could not be read: the fields of another version have other types."""
+    try:
+        version = _first_field_decoder.decode(message).version
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return BadMessage("the message is not an update")
+    return _other_version(version) if version != VERSION else BadMessage("the message is not an update")
+
+
+def _other_version(version: int) -> BadMessage:
+    return BadMessage(f"the message has version {version}; this process has version {VERSION}")
+
+
 def encode(update: Update) -> bytes:
     return _encoder.encode(update)
 
@@ -171,14 +165,17 @@ def decode(message: bytes) -> Update:
     try:
         update = _decoder.decode(message)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        raise BadMessage("the message is not an update") from None
+        raise _unreadable(message) from None
     if update.version != VERSION:
-        raise BadMessage(f"the message has version {update.version}; this process has version {VERSION}")
-    times = (update.sent_s, *(time_s for one in update.prefills for time_s in (one.sent_s, one.at_s)))
-    if not all(map(isfinite, times)):
+        raise _other_version(update.version)
+    if not isfinite(update.sent_s):
         raise BadMessage("a time is not a number")
+    if not check_load_rows(update.rows, len(update.nodes)):
+        raise BadMessage("the load of a node is not within its bounds")
+    if not check_first_tokens(update.first_tokens, len(update.first_token_nodes)):
+        raise BadMessage("a first token is not within its bounds")
     if not all(isfinite(score) for _, score in update.heads.values()):
         raise BadMessage("a score is not a number")
-    if any(len(prompt.chain) % 8 for prompt in update.routed):
+    if any(len(chain) % 8 for _, chain, _, _ in update.routed):
         raise BadMessage("a list of block hashes is cut off")
     return update

@@ -1,17 +1,25 @@
-"""One other process of the cluster: what it published last, as it counts in this process's fleet."""
+"""One other process of the cluster: what it published last, as it counts in this process's fleet.
+
+A node's figures (`inflight`, `pending_work`, …) are sums over all processes, so prices, admission and policies need not
+know of peers:
+
+    figure = own + sum over peers of what each published last
+
+A peer publishes gauges and running totals, not changes: the next message makes up for a lost one. The kernel replaces
+what a peer published before by what it published now (_kernel/peer_load.c), and keeps the sum over peers in
+`node.peer_inflight` and the like, so that a process can publish its own part.
+"""
 
 from __future__ import annotations
 
 from math import inf
 from typing import Final
 
-import msgspec
-
-from warmroute.cluster.messages import NodeRow, Update
-from warmroute.fleet.fleet import Fleet, UnknownNode
+from warmroute._kernel import PeerRow, apply_load_rows
+from warmroute.cluster.messages import Update
+from warmroute.fleet.fleet import Fleet
 from warmroute.fleet.group import Group
 from warmroute.fleet.node import Node
-from warmroute.fleet.peer_load import PeerLoad, change_peer_load, record_peer_arrivals
 from warmroute.index.cache_view import CacheView
 from warmroute.routing.rate_limits import RateLimits
 
@@ -22,17 +30,6 @@ CLOCK_DRIFT: Final = 1e-4
 
 Taken = dict[str, tuple[float, float, float, float]]
 """By tenant: see `Update.taken`."""
-
-_NOTHING: Final = PeerLoad()
-
-
-class _Counted:
-    """A row of the peer, as it is counted in a node."""
-
-    def __init__(self, node: Node, load: PeerLoad, row: NodeRow) -> None:
-        self.node = node
-        self.load = load
-        self.row = row
 
 
 class Peer:
@@ -54,8 +51,10 @@ class Peer:
         """Whether it has said that it ends."""
         self._from_start = False
         """Whether this process has heard the peer's first message: then its totals count from 0."""
-        self._clock_offset_s = inf
-        self._counted: dict[str, _Counted] = {}
+        self.clock_offset_s = inf
+        """What has to be added to a time of the peer's clock to get this process's."""
+        self._rows: dict[str, PeerRow] = {}
+        """By node."""
         self._waiting: dict[str, tuple[Group, int]] = {}
 
     @property
@@ -75,14 +74,20 @@ class Peer:
             self._from_start = update.sequence == 1
         self._follow_clock(update.sent_s, now_s)
         self.sequence, self.heard_s = update.sequence, now_s
-        freed = [node for row in update.nodes if (node := self._apply_row(row, now_s)) is not None]
+        freed: list[Node] = []
+        rows = self._rows
+        if update.nodes:
+            freed = apply_load_rows(
+                rows, self._fleet.by_name, self._cache_view.by_name, update.nodes, update.rows, now_s,
+                self._from_start, MIN_ANSWERS,
+            )  # fmt: skip
         if update.full:
-            published = {row.node for row in update.nodes}
-            for name in self._counted.keys() - published:
-                counted = self._counted[name]
-                if counted.load.inflight:
-                    freed.append(counted.node)
-                    self._count(counted, _NOTHING)
+            for name in rows.keys() - set(update.nodes):
+                if rows[name].inflight:
+                    freed.append(self._node(rows[name]))
+                    rows[name].clear()
+                if self._fleet.find(name) is None:
+                    del rows[name]
         self._apply_waiting(update.waiting)
         self.heads = update.heads
         self.changes_digest = update.changes_digest
@@ -99,45 +104,15 @@ class Peer:
             else:
                 limits.peer_took(tenant, requests - before[0], tokens - before[1])
 
-    def local_s(self, time_s: float) -> float:
-        """Translate a time of the peer's clock."""
-        return time_s + self._clock_offset_s
-
     def _follow_clock(self, sent_s: float, now_s: float) -> None:
         """The smallest difference between sending and arrival is that of the clocks, and of the fastest message."""
         drift_s = CLOCK_DRIFT * (now_s - self.heard_s)
-        self._clock_offset_s = min(now_s - sent_s, self._clock_offset_s + drift_s)
+        self.clock_offset_s = min(now_s - sent_s, self.clock_offset_s + drift_s)
 
-    def _apply_row(self, row: NodeRow, now_s: float) -> Node | None:
-        """Return the node if it has less work than before."""
-        counted = self._counted.get(row.node)
-        try:
-            node = self._fleet.node(row.node)
-        except UnknownNode:
-            return None  # it was removed here, or is not added yet
-        if counted is None or counted.node is not node:
-            start = row
-            if counted is None and self._from_start:  # else the totals may be old
-                start = msgspec.structs.replace(row, kv_sum=0.0, opened=0, output_tokens=0)
-            counted = self._counted[row.node] = _Counted(node, _NOTHING, start)
-        before, load = counted.row, PeerLoad(row.inflight, row.pending_work, row.context_tokens, row.kv_new)
-        has_less = load.inflight < counted.load.inflight or load.pending_work < counted.load.pending_work
-        self._count(counted, load)
-        counted.row = row
-        node.kv_delta += row.kv_sum - before.kv_sum
-        if row.opened > before.opened:
-            record_peer_arrivals(node, row.opened - before.opened, now_s)
-        if not node.speed.answers and row.answers >= MIN_ANSWERS and row.ms_per_token > 0.0:
-            node.speed.guess(row.ms_per_token)
-            node.speed.factor = row.speed_factor or 1.0
-        cache = self._cache_view.cache(row.node)
-        if cache is not None and row.output_tokens > before.output_tokens:
-            cache.record_peer_output(row.output_tokens - before.output_tokens, now_s)
-        return node if has_less else None
-
-    def _count(self, counted: _Counted, load: PeerLoad) -> None:
-        change_peer_load(counted.node, counted.load, load)
-        counted.load = load
+    @staticmethod
+    def _node(row: PeerRow) -> Node:
+        assert isinstance(row.node, Node)
+        return row.node
 
     def _apply_waiting(self, waiting: dict[str, int]) -> None:
         for model in self._waiting.keys() - waiting.keys():
@@ -158,10 +133,11 @@ class Peer:
 
     def forget(self) -> list[Node]:
         """Count nothing of the peer any more: it is silent or gone. Return the nodes that had its requests."""
-        freed = [counted.node for counted in self._counted.values() if counted.load.inflight]
-        for counted in self._counted.values():
-            self._count(counted, _NOTHING)
-        self._counted.clear()
+        rows = self._rows.values()
+        freed = [self._node(row) for row in rows if row.inflight]
+        for row in rows:
+            row.clear()
+        self._rows.clear()
         self.heads = {}
         self._apply_waiting({})
         return freed

@@ -3,10 +3,10 @@ conversations, and how many requests wait in its queue."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from itertools import islice
 from typing import Final
 
+from warmroute._kernel import pack_load_rows
 from warmroute.cluster.messages import (
     FULL_S,
     MAX_HOMES,
@@ -16,7 +16,6 @@ from warmroute.cluster.messages import (
     MAX_TENANTS,
     VERSION,
     Home,
-    NodeRow,
     RoutedPrompt,
     Update,
 )
@@ -24,8 +23,6 @@ from warmroute.cluster.shared_demand import SharedDemand
 from warmroute.cluster.shared_nodes import SharedNodes
 from warmroute.cluster.shared_speeds import SharedSpeeds
 from warmroute.fleet.fleet import Fleet
-from warmroute.fleet.node import Node
-from warmroute.fleet.peer_load import own_load
 from warmroute.index.cache_view import CacheView
 from warmroute.routing.admission_queue import AdmissionQueue
 from warmroute.routing.conversation_affinity import ConversationAffinity
@@ -56,13 +53,11 @@ class Publisher:
         self._routed = cache_view.routed_log = []
         self._homes = affinity.log = []
         self.sequence = 0
-        self._published: dict[str, tuple[Node, int]] = {}
-        """By node: its `changes` when it was last published."""
         self._heads: dict[str, tuple[int, float]] = {}
-        self.published_work: dict[str, float] = {}
-        """By node: this process's pending work, as it was last published."""
         self._full_s = -1e9
         self._asks = ""
+        for node in fleet:
+            node.published_changes, node.published_work = 0, 0.0
         self._changes_digest = 0
         self.unpublished = 0
         """Routed prompts and homes that were too many for a message."""
@@ -72,11 +67,12 @@ class Publisher:
     ) -> Update | None:
         """Return what has changed since the last call; None if nothing has, and the next full update is not due."""
         full = now_s - self._full_s >= FULL_S
-        rows, prefills = tuple(self._rows(full)), tuple(self._speeds.take_own())
+        nodes_with_news, rows = pack_load_rows(self._fleet.by_name, self._cache_view.by_name, full, MAX_NODES)
+        first_token_nodes, first_tokens = self._speeds.take_own()
         waiting = {group.model: own for group in self._fleet.groups if (own := group.waiting - group.peer_waiting) > 0}
         taken = self._newly_taken(full, now_s) if self._limits else {}
         heads = self._queue.heads_by_node(now_s) if self._queue.tenants else {}
-        news = rows or prefills or taken or self._routed or self._homes or heads.keys() != self._heads.keys()
+        news = rows or first_tokens or taken or self._routed or self._homes or heads.keys() != self._heads.keys()
         changes, digest = (nodes.take_unpublished(), nodes.digest) if nodes is not None else ((), 0)
         if not (full or news or changes or asks != self._asks or digest != self._changes_digest):
             return None
@@ -86,8 +82,8 @@ class Publisher:
         self._heads = heads
         self.sequence += 1
         return Update(
-            VERSION, self.sender, self.sequence, now_s, full, rows, waiting, heads, taken, prefills,
-            tuple(self._take_routed()), tuple(self._take_homes()), changes, digest,
+            VERSION, self.sender, self.sequence, now_s, full, nodes_with_news, rows, waiting, heads, taken,
+            first_token_nodes, first_tokens, self._take_routed(), self._take_homes(), changes, digest,
             demand.own() if demand is not None and full else None, asks,
         )  # fmt: skip
 
@@ -105,45 +101,24 @@ class Publisher:
             return dict(islice(now.items(), MAX_TENANTS))
         return {tenant: taken for tenant, taken in now.items() if before.get(tenant, _UNTAKEN)[:2] != taken[:2]}
 
-    def _rows(self, full: bool) -> Iterable[NodeRow]:
-        published, count = self._published, 0
-        for node in self._fleet:
-            known = published.get(node.name)
-            if known is None or known[0] is not node:
-                if not node.changes:
-                    continue
-            elif known[1] == node.changes and not (full and node.own_inflight):
-                continue
-            published[node.name] = (node, node.changes)
-            yield self._row(node)
-            count += 1
-            if count >= MAX_NODES:
-                return
-
-    def _row(self, node: Node) -> NodeRow:
-        own, speed, cache = own_load(node), node.speed, self._cache_view.cache(node.name)
-        self.published_work[node.name] = own.pending_work
-        return NodeRow(
-            node.name, own.inflight, own.pending_work, own.context_tokens, own.kv_new, node.kv_sum,
-            own.inflight + sum(node.outcomes), cache.output_tokens if cache is not None else 0,
-            speed.learned_ms_per_token, speed.factor, speed.answers,
-        )  # fmt: skip
-
-    def _take_routed(self) -> Iterable[RoutedPrompt]:
-        left = MAX_ROUTED_BYTES
-        for at, (name, chain, exact, cache_group) in enumerate(self._routed):
+    def _take_routed(self) -> tuple[RoutedPrompt, ...]:
+        routed, left, at = self._routed, MAX_ROUTED_BYTES, 0
+        for _, chain, _, _ in routed:
             left -= len(chain)
             if left < 0 or at >= MAX_ROUTED:
-                self.unpublished += len(self._routed) - at
                 break
-            yield RoutedPrompt(name, chain, exact, cache_group)
-        self._routed.clear()
+            at += 1
+        self.unpublished += len(routed) - at
+        taken = tuple(routed[:at])
+        routed.clear()
+        return taken
 
-    def _take_homes(self) -> Iterable[Home]:
+    def _take_homes(self) -> tuple[Home, ...]:
         homes = self._homes
         self.unpublished += max(0, len(homes) - MAX_HOMES)
-        yield from (Home(*home) for home in homes[:MAX_HOMES])
+        taken = tuple(homes[:MAX_HOMES])
         homes.clear()
+        return taken
 
     def close(self) -> None:
         self._cache_view.routed_log = self._affinity.log = None

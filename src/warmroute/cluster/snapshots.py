@@ -127,7 +127,7 @@ def snapshot_messages(
         pieces = _newest(sent, now_s)
         yield encode_snapshot(Snapshot(VERSION, sender, to, cache_group=group, pieces=pieces))
     entries = affinity.entries()
-    while homes := tuple(Home(*home) for home in islice(entries, MAX_HOMES)):
+    while homes := tuple(islice(entries, MAX_HOMES)):
         yield encode_snapshot(Snapshot(VERSION, sender, to, homes=homes))
     yield encode_snapshot(Snapshot(VERSION, sender, to, last=True))
 
@@ -195,8 +195,8 @@ class SnapshotRequest:
         self._since_s = now_s
         for speed in snapshot.speeds:
             self._apply_speed(speed)
-        for home in snapshot.homes:
-            self._affinity.remember(home.key, (home.home, home.last), now_s)
+        for key, home, last in snapshot.homes:
+            self._affinity.remember(key, (home, last), now_s)
         if snapshot.uses:
             pieces = ((now_s - age_s, hashes) for age_s, hashes in snapshot.pieces if hashes)
             self._cache_view.reuse.restore(snapshot.uses, snapshot.reused, pieces)
@@ -245,6 +245,8 @@ class SnapshotAnswers:
     def __init__(self) -> None:
         self._answered_s: dict[str, float] = {}
         self._unsent: Iterator[tuple[str, bytes]] = iter(())
+        self.has_unsent = False
+        """Whether a peer has asked for a snapshot that was not sent completely."""
 
     def may_answer(self, asker: str, now_s: float) -> bool:
         if now_s - self._answered_s.get(asker, -1e9) < REPEAT_S:
@@ -255,8 +257,11 @@ class SnapshotAnswers:
         return True
 
     def add(self, to: str, messages: Iterator[bytes]) -> None:
+        self.has_unsent = True
         self._unsent = chain(self._unsent, ((to, message) for message in messages))
 
     def next_message(self) -> tuple[str, bytes] | None:
         """Return the next message to send, and its receiver."""
-        return next(self._unsent, None)
+        found = next(self._unsent, None)
+        self.has_unsent = found is not None
+        return found

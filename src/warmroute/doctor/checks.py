@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from warmroute.build_info import version_and_build
+
 State = Literal["ok", "problem", "note"]
 """`note`: not a mistake by itself, or not checked."""
 
@@ -43,6 +45,7 @@ class Report:
     def describe(self) -> dict[str, Any]:
         """Return the report for --json."""
         return {
+            "warmroute": version_and_build(),
             "problems": self.problems,
             "subjects": [
                 {

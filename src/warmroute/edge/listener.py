@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from warmroute.config import Limits
@@ -60,6 +61,8 @@ class Listener:
         """Bytes of requests in memory, of all connections."""
         self.closing = False
         """Responses carry `Connection: close`, and idle connections are closed."""
+        self.on_closed: Callable[[], object] | None = None
+        """Is called after a connection was closed."""
         self._empty: asyncio.Event | None = None
 
     def protocol(self) -> Any:
@@ -81,6 +84,8 @@ class Listener:
         self.connections.discard(client)
         if self._empty is not None and not self.connections:
             self._empty.set()
+        if self.on_closed is not None:
+            self.on_closed()
 
     def cut_off_all(self) -> None:
         """End all requests with an error: the router stops."""

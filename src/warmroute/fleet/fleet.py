@@ -75,6 +75,11 @@ class Fleet:
         except KeyError:
             raise UnknownNode(name) from None
 
+    @property
+    def by_name(self) -> dict[str, Node]:
+        """The nodes themselves, not a copy: for the kernel."""
+        return self._nodes
+
     def find(self, name: str) -> Node | None:
         return self._nodes.get(name)
 
@@ -95,9 +100,10 @@ class Fleet:
         node = self.node(name)
         node.draining = True
         del self._nodes[name]
+        node.speed.first_tokens = None  # another node may get its name
         before, node.groups = node.groups, ()
         for group in before:
-            group.inflight -= node.peer_load.inflight
+            group.inflight -= node.peer_inflight
             group.remove(node)
             self._members_changed(group)
         self.islands.remove(node)
@@ -201,7 +207,7 @@ class Fleet:
         names = dict.fromkeys(node.models or ())
         self._remember_models(names)
         node.groups = tuple(self._groups.get(name) or self._groups.setdefault(name, Group(name)) for name in names)
-        if peer_inflight := node.peer_load.inflight:
+        if peer_inflight := node.peer_inflight:
             for group in before:
                 group.inflight -= peer_inflight
             for group in node.groups:

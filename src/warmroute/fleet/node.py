@@ -27,7 +27,6 @@ from warmroute.fleet.kv_transfer import NEEDS_PARTNER
 from warmroute.fleet.lora_adapters import FleetAdapters, LoadedAdapters
 from warmroute.fleet.node_speed import NodeSpeed
 from warmroute.fleet.outlier_detection import RecentRequests
-from warmroute.fleet.peer_load import PeerLoad
 from warmroute.fleet.reported_values import ReportedValues
 
 if TYPE_CHECKING:
@@ -55,7 +54,7 @@ class Node(NodeState):
     __slots__ = (
         "adapter_names", "api_key_env", "busy_until_s", "config", "context_windows", "draining", "engine",
         "engine_undetected", "excused_failures", "groups", "health", "host", "incarnation", "island", "kv_connector",
-        "last_progress_s", "loaded_adapters", "model_cards", "models", "no_transfer_until_s", "number", "peer_load",
+        "last_progress_s", "loaded_adapters", "model_cards", "models", "no_transfer_until_s", "number",
         "port", "rates", "recent_requests", "reported", "role", "running", "scheme", "seed", "transfer_tokens", "url",
         "waiting",
     )  # fmt: skip
@@ -124,8 +123,6 @@ class Node(NodeState):
 
         # Accounting of requests on the node: those of this process, and those that its peers have published.
         self.groups: tuple[Group, ...] = ()
-        self.peer_load = PeerLoad()
-        """The part of the figures below that is the peers' (see peer_load.py). Zero without peers."""
         self.inflight = 0
         self.unstarted = 0
         """Requests sent since the last poll that have no first token yet."""
@@ -215,7 +212,7 @@ class Node(NodeState):
     @property
     def own_inflight(self) -> int:
         """Requests of this process."""
-        return self.inflight - self.peer_load.inflight
+        return self.inflight - self.peer_inflight
 
     @property
     def load(self) -> int:

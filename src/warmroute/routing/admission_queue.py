@@ -13,8 +13,6 @@ from collections.abc import Iterator
 from math import inf
 from typing import Final
 
-import msgspec
-
 from warmroute.config.priority import HIGH, LOW, PRIORITY_NAMES
 from warmroute.fleet.group import Group
 from warmroute.fleet.node import Node
@@ -51,16 +49,17 @@ def _sharing_nodes(decision: Decision) -> tuple[Node, ...]:
     return query.candidates.nodes
 
 
-class TenantQueue(msgspec.Struct, eq=False):
+class TenantQueue:
     """The queued requests of one tenant and priority."""
 
-    work_ms: float
-    """Prefill work that was admitted."""
-    waiting: dict[int, QueuedRequest] = {}
-    """In order of arrival, by the pending request's id()."""
-    by_work: RequestsByWork = msgspec.field(default_factory=RequestsByWork)
-    _by_decision: OrderedDict[int, QueuedRequest] = msgspec.field(default_factory=OrderedDict)
-    """The same as `waiting`, the oldest decision first."""
+    def __init__(self, work_ms: float) -> None:
+        self.work_ms = work_ms
+        """Prefill work that was admitted."""
+        self.waiting: dict[int, QueuedRequest] = {}
+        """In order of arrival, by the pending request's id()."""
+        self.by_work = RequestsByWork()
+        self._by_decision: OrderedDict[int, QueuedRequest] = OrderedDict()
+        """The same as `waiting`, the oldest decision first."""
 
     def add(self, queued: QueuedRequest) -> None:
         self.waiting[id(queued.pending)] = self._by_decision[id(queued.pending)] = queued

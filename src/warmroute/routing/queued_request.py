@@ -11,8 +11,6 @@ from enum import Enum
 from math import inf
 from typing import Final, Protocol
 
-import msgspec
-
 from warmroute.fleet.group import Group
 from warmroute.fleet.node import Node
 from warmroute.index.lookup import Lookup
@@ -46,7 +44,7 @@ class PendingRequest(Protocol):
         """The request gets no node."""
 
 
-class QueuedRequest(msgspec.Struct, eq=False):
+class QueuedRequest:
     """A pending request in the queue, and the decision it would get."""
 
     pending: PendingRequest
@@ -55,7 +53,7 @@ class QueuedRequest(msgspec.Struct, eq=False):
     """The group that counts the request as waiting."""
     number: int
     """In the order in which requests were queued."""
-    order: QueueOrder = QueueOrder.GUARANTEED
+    order: QueueOrder
     version: int = 0
     """The version of Admission's state that the decision is based on."""
     key: float = 0.0
@@ -72,6 +70,15 @@ class QueuedRequest(msgspec.Struct, eq=False):
     is_overdue: bool = False
     work_ahead: float = 0.0
     """Prefill work of the requests that waited when it was queued."""
+
+    def __init__(
+        self, pending: PendingRequest, decision: Decision, group: Group, number: int, order: QueueOrder
+    ) -> None:
+        self.pending = pending
+        self.decision = decision
+        self.group = group
+        self.number = number
+        self.order = order
 
     @property
     def prefill_ms(self) -> float:

@@ -46,7 +46,9 @@ class ClusterMember:
         self.nodes.join(sender, self._node_changed)
         self.read_status: Callable[[], LinkStatus | None] = lambda: None
         """Returns the state of the link to other replicas; None if there is none."""
-        self._tasks = [loop.create_task(self._publish_regularly()), loop.create_task(self._send_snapshots())]
+        self._publishing = loop.create_task(self._publish_regularly())
+        self._sending: asyncio.Task[None] | None = None
+        """Sends snapshots, while there are some to send."""
 
     def _node_changed(self, change: NodeChange) -> None:
         """Publish a change of a node as soon as this call has ended, not with the next regular message."""
@@ -76,14 +78,13 @@ class ClusterMember:
             await asyncio.sleep(FULL_S)
 
     async def _send_snapshots(self) -> None:
-        while True:
-            await asyncio.sleep(SNAPSHOT_S)
-            try:
-                while (found := self.state.next_snapshot_message()) is not None:
-                    self._transport.send(*found)
-                    await asyncio.sleep(SNAPSHOT_S)
-            except Exception:
-                log.exception("snapshot_failed", "The peer asks another process.")
+        """Send the snapshots that peers have asked for."""
+        try:
+            while (found := self.state.next_snapshot_message()) is not None:
+                self._transport.send(*found)
+                await asyncio.sleep(SNAPSHOT_S)
+        except Exception:
+            log.exception("snapshot_failed", "The peer asks another process.")
 
     def receive(self, message: bytes) -> None:
         """Take a message of another process. Never raises."""
@@ -91,6 +92,8 @@ class ClusterMember:
             self.state.receive(message, time.monotonic())
         except Exception:
             log.exception("receive_failed", "The process ignores the message.")
+        if self.state.has_unsent_snapshot and (self._sending is None or self._sending.done()):
+            self._sending = asyncio.get_running_loop().create_task(self._send_snapshots())
 
     def receive_stored(self, values: list[bytes]) -> None:
         """Take the changes of nodes that the server has, and store those that it lacks. Never raises."""
@@ -159,6 +162,7 @@ class ClusterMember:
         self.state.leave(self._transport, time.monotonic())
 
     def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
+        self._publishing.cancel()
+        if self._sending is not None:
+            self._sending.cancel()
         self.state.close()

@@ -325,7 +325,7 @@ class Service:
         if config.startup.max_wait_s:
             self._tasks.append(loop.create_task(hold_until_started(self)))
         if self._worker is not None:
-            self._tasks.append(loop.create_task(self._worker.run()))
+            self._worker.report_ready()
             log.info("worker_started", worker=self._worker.seat.number, nodes=len(self.fleet))
             return
         log_started(config, address, self.admin_port, len(self.fleet))

@@ -54,12 +54,14 @@ class FrameLink(asyncio.Protocol):
         self._transport = None
         self._on_closed()
 
-    def send_frame(self, kind: bytes, payload: bytes = b"") -> None:
+    def send_frame(self, kind: bytes, payload: bytes = b"") -> bool:
+        """Return False if the frame was lost: the other side does not read, or has ended."""
         transport = self._transport
         if transport is None or transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
             self.lost += 1
-            return
+            return False
         transport.write(_HEADER.pack(len(payload), kind) + payload)
+        return True
 
     # The transport of a worker (cluster/transport.py).
 

@@ -131,10 +131,16 @@ class PassedConnections:
     """The worker's part."""
 
     def __init__(
-        self, passing_fd: int, listener: Listener, tls: ssl.SSLContext | None, on_received: Callable[[], object]
+        self,
+        passing_fd: int,
+        listener: Listener,
+        tls: ssl.SSLContext | None,
+        on_received: Callable[[], object],
+        on_count_changed: Callable[[], object],
     ) -> None:
-        """`on_received` is called after connections were received."""
+        """`on_received` is called after connections were received, `on_count_changed` when `open` may be another."""
         self._on_received = on_received
+        self._on_count_changed = listener.on_closed = on_count_changed
         self._passing = socket.socket(fileno=passing_fd)
         self._passing.setblocking(False)
         self._listener = listener
@@ -172,7 +178,7 @@ class PassedConnections:
             for fd in fds:
                 task = loop.create_task(self._open(socket.socket(fileno=fd)))
                 self._opening.add(task)
-                task.add_done_callback(self._opening.discard)
+                task.add_done_callback(self._opened)
 
     async def _open(self, connection: socket.socket) -> None:
         try:
@@ -183,6 +189,10 @@ class PassedConnections:
             await loop.connect_accepted_socket(self._listener.protocol, connection, **self._options)
         except (OSError, ssl.SSLError, asyncio.CancelledError):  # the client left, or its TLS handshake failed
             connection.close()
+
+    def _opened(self, task: asyncio.Task[None]) -> None:
+        self._opening.discard(task)
+        self._on_count_changed()
 
     def close(self) -> None:
         """Take no more connections."""

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 log = EventLog("warmroute.service")
 
 REPORT_S: Final = 0.02
-"""Time between two reports of the open connections to the parent."""
+"""How long a worker waits before it tells the parent that connections were closed, so that it tells of many at once."""
 
 
 class Worker:
@@ -36,6 +36,7 @@ class Worker:
         self._connections: PassedConnections | None = None
         self._member: ClusterMember | None = None
         self._reported = (0, 0)
+        self._reporting: asyncio.TimerHandle | None = None
         self._status: LinkStatus | None = None
         """The parent's link to other replicas."""
         self._stopping = False
@@ -50,24 +51,33 @@ class Worker:
         service.member = self._member = ClusterMember(name, service, self._link)
         self._member.read_status = lambda: self._status
         self._member.link_changed()
-        self._connections = PassedConnections(self.seat.passing_fd, service.listener, tls, self._report)
+        self._connections = PassedConnections(
+            self.seat.passing_fd, service.listener, tls, self._report, self._report_soon
+        )
         return await listen_unix(service.admin_listener, self.seat.admin_socket)
 
-    async def run(self) -> None:
-        """Tell the parent that this worker serves, and keep telling it how many connections are open."""
-        assert self._connections is not None and self._member is not None
+    def report_ready(self) -> None:
+        """Tell the parent that this worker serves."""
+        assert self._member is not None
         self._link.send_frame(READY, self._member.state.sender.encode())
-        while True:
-            self._report()
-            await asyncio.sleep(REPORT_S)
+        self._report()
+
+    def _report_soon(self) -> None:
+        if self._reporting is None:
+            self._reporting = asyncio.get_running_loop().call_later(REPORT_S, self._report)
 
     def _report(self) -> None:
         """Tell the parent how many connections have arrived and are open, if that has changed."""
         assert self._connections is not None
+        if self._reporting is not None:
+            self._reporting.cancel()
+            self._reporting = None
         counts = (self._connections.received, self._connections.open)
         if counts != self._reported:
-            self._reported = counts
-            self._link.send_frame(OPEN, COUNTS.pack(*counts))
+            if self._link.send_frame(OPEN, COUNTS.pack(*counts)):
+                self._reported = counts
+            elif not self._stopping:
+                self._report_soon()
 
     def _receive(self, kind: bytes, payload: bytes) -> None:
         member = self._member
@@ -95,6 +105,8 @@ class Worker:
 
     def close(self) -> None:
         self._stopping = True
+        if self._reporting is not None:
+            self._reporting.cancel()
         if self._member is not None:
             self._member.close()
         self._link.close()
