@@ -30,6 +30,18 @@ def test_a_steady_rise_is_expected_to_go_on() -> None:
     assert ahead == pytest.approx((20 + 2 * 39.5) / (20 + 2 * 20.5), rel=0.05)
 
 
+def test_growth_is_relative_to_the_part_that_is_measured() -> None:
+    """A sample that has only the last minutes of the recorded time has more of the rise in it already."""
+    rising, until_ms = arrivals(*range(20, 20 + 2 * MINUTES, 2)), 60_000.0 * MINUTES
+    whole, last = (forecast(rising, until_ms, 600.0, 1.0, 60_000.0 * minute) for minute in (12, 24))
+    assert whole.growth == pytest.approx(forecast(rising, until_ms, 600.0).growth, rel=0.01)
+    whole_per_minute, last_per_minute = 20 + 2 * 20.5, 20 + 2 * 26.5
+    assert whole.growth * whole_per_minute == pytest.approx(last.growth * last_per_minute, rel=0.03)
+    steps = arrivals(*[30] * 20, *[60] * 10)
+    assert forecast(steps, until_ms, 0.0, 1.0, 60_000.0 * 25).growth == pytest.approx(1.0, rel=0.15)
+    assert forecast(steps, until_ms, 0.0).growth > 1.2
+
+
 def test_even_load_stays() -> None:
     assert growth(arrivals(*[40] * MINUTES)) == pytest.approx(1.0, abs=0.01)
 

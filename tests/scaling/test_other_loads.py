@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import pairwise
 
 import pytest
 from recorded_loads import NODE, plan_request
@@ -17,15 +18,18 @@ TURNS, TURN_TOKENS, SYSTEM_TOKENS, BLOCK = 4, 640, 1280, 64
 TURN_S = 90.0
 
 
-def chats(count: int = 60, window_s: float = 1800.0) -> Sample:
+def chats(count: int = 60, window_s: float = 1800.0, turn_s: float = TURN_S, cut: bool = False) -> Sample:
     requests = []
     for number in range(count):
         history = Segments().followed_by(segment_id("system"), SYSTEM_TOKENS)
         for turn in range(TURNS):
             history = history.followed_by(segment_id(number, turn), TURN_TOKENS)
             prompt = WorkloadPrompt(history.tokens, 4, history, session=b"chat %d" % number)
-            at_s = (number * 37) % (window_s - TURNS * TURN_S) + TURN_S * turn
-            requests.append(RecordedRequest(prompt, 1000.0 * at_s, number))
+            at_s = (number * 37) % (window_s - TURNS * turn_s) + turn_s * turn
+            if cut:  # conversations that began before the recorded time, and some that end after it
+                at_s = (number * 37) % (window_s + TURNS * turn_s) + turn_s * (turn - TURNS)
+            if 0.0 <= at_s <= window_s:
+                requests.append(RecordedRequest(prompt, 1000.0 * at_s, number))
     requests.sort(key=lambda one: one.at_ms)
     return thinned(requests, 1000.0 * window_s, nodes=2, share=1.0, most=10_000)
 
@@ -50,9 +54,31 @@ def test_conversations_take_as_long_as_they_took() -> None:
     by_session: dict[bytes, list[float]] = {}
     for one in prompts:
         by_session.setdefault(one.session, []).append(one.at_ms)
-    assert len(by_session) == 120
-    lengths_s = [(times_ms[-1] - times_ms[0]) / 1000.0 for times_ms in by_session.values()]
-    assert sum(length_s == pytest.approx((TURNS - 1) * TURN_S) for length_s in lengths_s) > 110
+    assert 120 <= len(by_session) < 130, "a few are cut by the ends of the recorded time"
+    steps_s = [(after - before) / 1000.0 for times_ms in by_session.values() for before, after in pairwise(times_ms)]
+    assert steps_s == pytest.approx([TURN_S] * len(steps_s))
+    assert sum(len(times_ms) == TURNS for times_ms in by_session.values()) > 110
+
+
+@pytest.mark.parametrize("long", [False, True])
+def test_no_part_of_the_recorded_time_gets_more_than_its_share(long: bool) -> None:
+    """Neither the last minute, nor the first one: requests there would wait for each other."""
+    sample = chats(count=900, turn_s=400.0 if long else TURN_S, cut=True)
+    prompts, _ = OtherLoads(sample, BLOCK).prompts(2.0)
+    for start_s in (0, 60, 1680, 1740):
+        now, twice = (
+            sum(start_s <= at_ms / 1000.0 <= start_s + 60 for at_ms in times)
+            for times in ([one.at_ms for one in sample.requests], [one.at_ms for one in prompts])
+        )
+        assert twice < 2.0 * now + 60
+
+
+def test_requests_are_sent_at_their_times_whatever_has_been_answered() -> None:
+    sample = chats()
+    for number, one in enumerate(sample.requests):
+        one.prompt.number, one.prompt.follows, one.prompt.think_ms = number, number - 1, 1000.0
+    prompts, _ = OtherLoads(sample, BLOCK).prompts(1.5)
+    assert {(one.number, one.follows, one.think_ms) for one in prompts} == {(-1, -1, 0.0)}
 
 
 def test_less_load_has_whole_conversations() -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 from fleet_views import offer, view
 
-from warmroute.config import Scaling
+from warmroute.config import IslandLimits, Scaling
 from warmroute.scaling.fleet_observer import FleetView
 from warmroute.scaling.fleet_plan import FleetPlan, ReplayedFleet
 from warmroute.scaling.offer_selection import OfferSelector
@@ -87,6 +88,27 @@ def test_what_a_plan_spares_is_removed_at_once_but_not_within_a_cooldown() -> No
         if decisions.decide(seen, plan(6 - len(removed_s), spare=1, fleets=fleets(1.2))).removals:
             removed_s.append(now_s)
     assert removed_s == [100, 160, 220, 280]
+
+
+def test_nodes_that_no_plan_has_seen_are_not_removed_at_once() -> None:
+    decisions = Decisions()
+    removed_s = [
+        now_s
+        for now_s in range(100, 200, 5)
+        if decisions.decide(steady(float(now_s), count=6), plan(nodes=4, spare=1)).removals
+    ]
+    assert removed_s[:1] == [155]
+
+
+def test_a_node_that_is_exchanged_for_one_of_another_island_is_not_removed_at_once() -> None:
+    decisions = Decisions(islands=(IslandLimits(island="far", min_nodes=1),))
+    decisions.config = msgspec.structs.replace(decisions.config, max_nodes=4)
+    decisions.scaler._offers.update_offers([CHEAP, offer("far", island="far")])
+    decisions.scaler.limit(decisions.config, decisions.scaler._offers, "")
+    removed_s = [
+        now_s for now_s in range(100, 200, 5) if decisions.decide(steady(float(now_s)), plan(nodes=4)).removals
+    ]
+    assert removed_s[:1] == [155]
 
 
 def test_a_plan_that_was_carried_out_is_not_carried_out_again() -> None:

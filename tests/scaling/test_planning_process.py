@@ -209,6 +209,29 @@ def test_recent_traffic_forgets_what_is_older_than_its_window() -> None:
     assert not recorded.snapshot()[0]
 
 
+@pytest.mark.timeout(30)
+async def test_a_request_that_took_long_does_not_extend_the_recorded_time() -> None:
+    """It is recorded when it has ended: behind requests that arrived long after it."""
+    now_s = 0.0
+    recorded = RecentTraffic(60.0, lambda: now_s)
+    now_s = 100.0
+    recorded.write(lines(600))
+    recorded.write(msgspec.json.encode(TraceRow(5000.0, 512, 4, [], BLOCK_TOKENS, duration_ms=95_000.0)))
+    assert min(one.at_ms for one in recorded.snapshot()[0]) == 5000.0
+    program = (
+        "import json, msgspec, sys; data = sys.stdin.buffer.read(); "
+        "rows = data[8 + int.from_bytes(data[:8], 'big') :].splitlines(); "
+        "first = min(json.loads(row.partition(b' ')[2])['timestamp'] for row in rows); "
+        "sys.stdout.buffer.write(msgspec.msgpack.encode({'recorded': len(rows), 'measured_s': first / 1000}))"
+    )
+    process, result = PlanningProcess(recorded, 0.1, (sys.executable, "-c", program)), Result()
+    process.start(plan_request(1), result)
+    await result.ended.wait()
+    assert result.plan is not None, result.reason
+    assert result.plan.recorded == len(recorded) - 1
+    assert result.plan.measured_s >= 40.0
+
+
 def test_the_memory_of_recent_traffic_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recent_traffic, "MAX_BYTES", 100_000)
     recorded = traffic(2000)

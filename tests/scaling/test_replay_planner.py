@@ -87,11 +87,28 @@ def test_searches_do_not_overlap_and_keep_their_interval(planning: Planning) -> 
 
 def test_more_arrivals_than_the_plan_expected_start_a_search_early() -> None:
     replay = ScalingReplay(interval_s=1000.0, window_s=3000.0)
-    for per_s, searches in ((2.2, 0), (2.4, 1)):
+    for per_s, searches in ((2.2, 0), (2.8, 1)):
         planning = Planning(Scaling(enabled=True, replay=replay))
         assert planning.wait(5.0, 2.0) == 1
-        planning.runner.done(FleetPlan(nodes=4, arrivals_per_s=2.0, growth=1.05, margin=0.1), "")
+        planning.runner.done(FleetPlan(nodes=4, arrivals_per_s=2.0, growth=1.05, margin=0.1, chance=0.1), "")
         assert planning.wait(900.0, per_s) == searches
+
+
+def test_requests_that_were_not_recorded_start_no_search() -> None:
+    """The meter counts more arrivals than the recorded traffic has: rejected ones, and those that still run."""
+    planning = Planning(Scaling(enabled=True, replay=ScalingReplay(interval_s=1000.0, window_s=3000.0)))
+    planning.wait(1000.0, 2.6)
+    planning.runner.done(FleetPlan(nodes=4), "")
+    assert planning.wait(5.0, 2.6) == 1
+    planning.runner.done(FleetPlan(nodes=4, arrivals_per_s=2.0, margin=0.05, measured_s=900.0), "")
+    assert planning.wait(900.0, 2.6) == 0
+
+
+def test_chance_starts_no_search() -> None:
+    planning = Planning(Scaling(enabled=True, replay=ScalingReplay(interval_s=1000.0, window_s=3000.0)))
+    assert planning.wait(5.0, 2.0) == 1
+    planning.runner.done(FleetPlan(nodes=4, arrivals_per_s=2.0, margin=0.05, chance=0.2), "")
+    assert planning.wait(900.0, 2.4) == 0
 
 
 def test_searches_that_start_early_keep_a_distance() -> None:
@@ -234,6 +251,18 @@ def test_the_share_of_the_traffic_that_other_routers_get_is_known(planning: Plan
     assert planning.runner.requests[-1].share == pytest.approx(0.25)
 
 
+def test_the_share_of_the_traffic_is_that_of_the_recorded_time(planning: Planning) -> None:
+    """Not that of the last minute, in which by chance only this router had requests."""
+    planning.meter.peers = DemandMeter()
+    for _ in range(4):
+        planning.meter.arrived += 100
+        planning.meter.peers.arrived += 300
+        planning.search()
+    planning.meter.arrived += 20
+    planning.search()
+    assert planning.runner.requests[-1].share == pytest.approx(320 / 1220)
+
+
 def test_replays_are_remembered_for_a_quarter_of_an_hour(planning: Planning) -> None:
     fleet = ReplayedFleet(nodes=4, usd_per_hour=8.0, arrivals_per_s=3.0, excess=0.3)
     for _ in range(9):
@@ -244,19 +273,32 @@ def test_replays_are_remembered_for_a_quarter_of_an_hour(planning: Planning) -> 
     assert not planning.runner.requests[-1].known, "a result that was only reused does not stay"
 
 
+def spared(planning: Planning, **plan: Any) -> int:
+    planning.search(nodes=4, **plan)
+    assert planning.plan is not None
+    return planning.plan.spare
+
+
 def test_a_node_is_spare_if_no_plan_of_the_last_minutes_wanted_it(planning: Planning) -> None:
-    planning.search(nodes=4)
-    planning.search(nodes=4, spare=1)
-    assert planning.plan is not None and planning.plan.spare == 0
-    planning.search(nodes=4, spare=1)
-    assert planning.plan is not None and planning.plan.spare == 1
+    """The arrivals of a third of the window count as those of now: for as long a node has to be spare."""
+    assert spared(planning) == 0
+    assert [spared(planning, spare=1) for _ in range(5)] == [0, 0, 0, 1, 1]
 
 
-def test_the_first_plan_makes_no_node_spare(planning: Planning) -> None:
-    planning.search(nodes=4, spare=1)
-    assert planning.plan is not None and planning.plan.spare == 0
-    planning.search(nodes=4, spare=1)
-    assert planning.plan.spare == 1
+def test_the_first_plans_make_no_node_spare(planning: Planning) -> None:
+    assert [spared(planning, spare=1) for _ in range(4)] == [0, 0, 0, 1]
+
+
+def test_searches_that_take_long_make_nodes_spare_too(planning: Planning) -> None:
+    assert spared(planning, spare=1) == 0
+    planning.now_s += 5 * INTERVAL_S
+    assert spared(planning, spare=1) == 1
+
+
+def test_a_search_without_a_result_makes_no_node_spare(planning: Planning) -> None:
+    planning.search(skipped="replay has too little traffic: 12 of 100 requests")
+    planning.now_s += 3 * INTERVAL_S
+    assert spared(planning, spare=1) == 0
 
 
 def test_an_objective_that_no_fleet_meets_is_remembered_for_a_while(planning: Planning) -> None:

@@ -97,6 +97,7 @@ class PlanningProcess:
             block_tokens=BLOCK_TOKENS,
             recorded_ms=recorded_ms,
         )
+        since_ms = recorded_ms - 1000.0 * self._traffic.window_s
         timeout_s = START_S + LATE * request.max_cpu_s / self.cpu_share
         with _new_file() as file:
             encoded = msgspec.msgpack.encode(task)
@@ -104,7 +105,7 @@ class PlanningProcess:
             for at in range(0, len(lines), LINES_AT_ONCE):
                 if self._closed:
                     raise SearchFailed("the router stops")
-                file.writelines(framed(lines[at : at + LINES_AT_ONCE], share))
+                file.writelines(framed(lines[at : at + LINES_AT_ONCE], share, since_ms))
                 time.sleep(PAUSE_S)  # lets the event loop run
             file.seek(0)
             process = subprocess.Popen(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -128,7 +128,7 @@ class RecentTraffic:
 
     def snapshot(self) -> tuple[list[RecentLine], float, float]:
         """Return the lines, the share of the conversations, and the time now, in the lines' own time. It takes one copy
-        of a list, because the event loop waits meanwhile: `framed` leaves out lines beyond the share."""
+        of a list, because the event loop waits meanwhile: `framed` leaves out lines beyond the share and the window."""
         with self._lock:
             self._forget_old()
             now_ms = self._now_ms()
@@ -136,9 +136,10 @@ class RecentTraffic:
             return list(self._lines), share, now_ms
 
 
-def framed(lines: list[RecentLine], share: float = 1.0) -> Iterator[bytes]:
+def framed(lines: Sequence[RecentLine], share: float = 1.0, since_ms: float = 0.0) -> Iterator[bytes]:
     """Return the lines of this share of the conversations as the searching process reads them: the conversation, a
-    space, the JSON object."""
+    space, the JSON object. Requests that arrived before `since_ms` are left out: one that took an hour is recorded when
+    it has ended, and would be the beginning of the recorded time."""
     for one in lines:
-        if one.conversation <= share * _MASK:
+        if one.conversation <= share * _MASK and one.at_ms >= since_ms:
             yield b"%d %s\n" % (one.conversation, one.text)

@@ -23,6 +23,7 @@ from warmroute.event_log import EventLog
 from warmroute.fleet.demand import DemandMeter, percentile_ms
 from warmroute.scaling.fleet_plan import (
     MIN_REQUESTS,
+    RECENT_SHARE,
     FleetPlan,
     PlanRequest,
     ReplayedFleet,
@@ -47,10 +48,10 @@ RIGHT_BEFORE_RETURN: Final = 2
 MIN_MEASURED: Final = 50
 """First tokens or responses: a percentile of fewer is unknown."""
 TTFT_P90: Final = "TTFT p90"
-STAY_INTERVALS: Final = 1.2
-"""Nodes are spare that no plan of this many intervals wanted."""
-MIN_STAY_INTERVALS: Final = 0.9
-"""Plans of less time than this make no node spare."""
+MIN_STAY: Final = 0.9
+"""Plans of less time than this fraction of the arrivals that they expect (RECENT_SHARE) make no node spare."""
+MIN_PLANS: Final = 2
+"""Nor does a single plan."""
 RECENT_S: Final = 300.0
 """Arrivals of this time start a search early."""
 KNOWN_S: Final = 900.0
@@ -85,9 +86,13 @@ class PlannerStats(msgspec.Struct):
 
 
 class _Reading(msgspec.Struct):
-    """First tokens and responses until a search began, and the nodes that served then."""
+    """Arrivals, first tokens and responses until a search began, and the nodes that served then."""
 
     at_s: float
+    own: float
+    """Arrivals at this process."""
+    everyone: float
+    """Arrivals at all routers."""
     ttft_counts: array[int]
     inter_token_counts: array[int]
     nodes: int
@@ -105,14 +110,14 @@ class ReplayPlanner:
         self._started_s = float("-inf")
         self._running = False
         self._readings: deque[_Reading] = deque()
-        self._counted = (0.0, 0.0)
-        """Arrivals at this process and at all of them when the last search began."""
         self._known: deque[tuple[float, ReplayedFleet]] = deque()
         """Replays of the last minutes, each with the time of its search."""
         self._desired: deque[tuple[float, int]] = deque()
-        """How many nodes the plans of the last STAY_INTERVALS wanted."""
+        """How many nodes the plans wanted in the time whose arrivals a plan expects again."""
         self._arrived: deque[tuple[float, float]] = deque()
-        """How many requests had arrived, at each turn of the last RECENT_S."""
+        """How many requests had arrived, at each turn of the last `window_s`."""
+        self._expected_per_s = 0.0
+        """Arrivals per second that the plan allows for, as the meter counts them."""
         self._wrong = self._right = 0
         self._unreachable_s = float("-inf")
         self._failing = False
@@ -156,7 +161,8 @@ class ReplayPlanner:
         self._started_s = now_s
         readings = self._readings
         ttft_counts, _, inter_token_counts = self._meter.times()
-        readings.append(_Reading(now_s, ttft_counts, inter_token_counts, serving))
+        own, everyone = self._meter.own_counts()[0], self._meter.counts()[0]
+        readings.append(_Reading(now_s, own, everyone, ttft_counts, inter_token_counts, serving))
         while readings[0].at_s < now_s - replay.window_s - replay.interval_s:
             readings.popleft()
         try:
@@ -175,24 +181,30 @@ class ReplayPlanner:
         self._runner.start(request, lambda plan, reason: self._ended(plan, reason, now_s))
 
     def _grows(self, now_s: float) -> bool:
-        """Return whether more requests arrive than the last plan expected, margin included."""
+        """Return whether more requests arrive than the last plan allows for: margin and chance included."""
         arrived, plan = self._arrived, self._plan
         arrived.append((now_s, self._meter.counts()[0]))
-        while arrived[0][0] < now_s - RECENT_S:
+        while arrived[0][0] < now_s - max(RECENT_S, self.config.replay.window_s):
             arrived.popleft()
-        (since_s, before), (_, now) = arrived[0], arrived[-1]
-        if plan is None or plan.skipped or now_s - since_s < 0.9 * RECENT_S:
+        if plan is None or plan.skipped or now_s - arrived[0][0] < 0.9 * RECENT_S:
             return False
-        return now - before > plan.arrivals_per_s * plan.growth * (1.0 + plan.margin) * (now_s - since_s)
+        return self._arrivals_per_s(now_s - RECENT_S, now_s) > self._expected_per_s
+
+    def _arrivals_per_s(self, since_s: float, until_s: float) -> float:
+        """Return what the meter counted between two times, as far as they are known."""
+        known = [one for one in self._arrived if since_s <= one[0] <= until_s]
+        if len(known) < 2:
+            return 0.0
+        (since_s, before), (until_s, after) = known[0], known[-1]
+        return (after - before) / (until_s - since_s)
 
     def _share(self) -> float:
-        """Return the fraction of all routers' arrivals since the last search that came to this process."""
-        own, everyone = self._meter.own_counts()[0], self._meter.counts()[0]
-        before_own, before_everyone = self._counted
-        self._counted = own, everyone
-        if everyone - before_everyone < 1.0:
-            return 1.0
-        return min(1.0, max(0.01, (own - before_own) / (everyone - before_everyone)))
+        """Return the fraction of all routers' arrivals that came to this process, in the recorded time."""
+        oldest, newest = self._readings[0], self._readings[-1]
+        own, everyone = newest.own, newest.everyone
+        if newest is not oldest:
+            own, everyone = own - oldest.own, everyone - oldest.everyone
+        return min(1.0, max(0.01, own / everyone)) if everyone >= 1.0 else 1.0
 
     def _ended(self, plan: FleetPlan | None, reason: str, started_s: float) -> None:
         self._running = False
@@ -213,21 +225,28 @@ class ReplayPlanner:
         if plan.target_excess > 1.0 and started_s - self._unreachable_s >= TARGET_AGE_S:
             self._unreachable_s = started_s
         if plan.recorded >= MIN_KNOWN_REQUESTS:
-            known = {fleet for _, fleet in self._known}
-            self._known.extend((started_s, fleet) for fleet in plan.fleets if fleet not in known)
-        desired = plan.desired_nodes if not plan.skipped else 0
-        self._desired.append((started_s, desired))
-        while self._desired[0][0] < started_s - STAY_INTERVALS * self.config.replay.interval_s:
-            self._desired.popleft()
-        most = max(nodes for _, nodes in self._desired)
-        is_first = started_s - self._desired[0][0] < MIN_STAY_INTERVALS * self.config.replay.interval_s
-        plan.spare = max(0, min(plan.spare, plan.nodes - most)) if not is_first else 0
+            known = {fleet.question for _, fleet in self._known}
+            self._known.extend((started_s, fleet) for fleet in plan.fleets if fleet.question not in known)
+        if not plan.skipped:
+            plan.spare = self._long_spare(plan, started_s)
+            measured_per_s = self._arrivals_per_s(started_s - plan.measured_s, started_s)
+            self._expected_per_s = (measured_per_s or plan.arrivals_per_s) * plan.load
         before, self._plan, self.planned_s = self._plan, plan, started_s
         if plan.larger is None and before is not None and before.desired_nodes == plan.desired_nodes:
             plan.larger = before.larger
         if self.stats.trusted or plan.skipped:
             self.problem = plan.skipped
         self._compare(plan, started_s)
+
+    def _long_spare(self, plan: FleetPlan, started_s: float) -> int:
+        """Return how many nodes no plan has wanted for as long as the time whose arrivals a plan expects again."""
+        desired, stay_s = self._desired, RECENT_SHARE * self.config.replay.window_s
+        desired.append((started_s, plan.desired_nodes))
+        while len(desired) > MIN_PLANS and desired[0][0] < started_s - stay_s:
+            desired.popleft()
+        if len(desired) < MIN_PLANS or started_s - desired[0][0] < MIN_STAY * stay_s:
+            return 0
+        return max(0, min(plan.spare, plan.nodes - max(nodes for _, nodes in desired)))
 
     # Accuracy.
 

@@ -10,7 +10,8 @@ terminate. A machine that its cloud reclaims does not count.
 The demand includes its trend until a node that is requested now would serve. In panic mode (the short window needs
 PANIC_RATIO times the current nodes) the short window counts too, and no node is removed. After a change, no node is
 added for `cooldown_up_s` and none is removed for `cooldown_down_s`. Without a plan a node is removed only if it was
-spare for all of `cooldown_down_s`; what a plan spares, several plans have spared (replay_planner.py).
+spare for all of `cooldown_down_s`, as are nodes that have come since the plan; what a plan spares of its own nodes,
+several plans have spared (replay_planner.py).
 """
 
 from __future__ import annotations
@@ -135,13 +136,14 @@ class Scaler:
                 candidates, reason = removable_nodes(inputs, minimum, any_node=any_node)
             else:
                 candidates, reason = planned_removals(inputs, minimum, plan, any_node=any_node)
-            exchange = missing and not candidates and not inputs.pending and len(inputs.serving) > 1
-            if exchange and not inputs.panicking:
+            exchange = bool(missing) and not candidates and not inputs.pending and len(inputs.serving) > 1
+            exchange = exchange and not inputs.panicking
+            if exchange:
                 candidates, reason = exchange_candidate(inputs, paid, missing, self._offers)
             if reason:
                 reasons.append(reason)
-            at_once = plan is not None and minimum > 0 and len(inputs.serving) <= config.max_nodes
-            self._remove(decision, candidates, minimum, reasons, at_once=at_once)
+            seen = plan is not None and len(inputs.serving) <= min(plan.nodes, config.max_nodes)
+            self._remove(decision, candidates, minimum, reasons, at_once=seen and minimum > 0 and not exchange)
         if self._offers.somebody_else_scales:
             self._hold_desired(decision)
         decision.reasons, decision.obstacles = (*reasons, *obstacles), tuple(obstacles)
@@ -256,7 +258,7 @@ class Scaler:
         at_once: bool,
     ) -> None:  # fmt: skip
         """Remove those candidates that were spare for the whole cooldown. `at_once`: they have been spare for long
-        enough."""
+        enough, in plans that have seen all nodes."""
         config, now_s, spare = self.config, decision.at_s, self._spare
         spare.append((now_s, len(candidates)))
         while spare and spare[0][0] < now_s - config.cooldown_down_s:

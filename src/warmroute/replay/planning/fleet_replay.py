@@ -58,7 +58,7 @@ class FleetReplay:
     def run(self, nodes: Sequence[FleetNode], load: float, offer: OfferKey | None = None) -> ReplayedFleet:
         """Replay the sample with `load` times the recorded arrivals on these nodes."""
         sample, request = self._sample, self._request
-        count = max(1, round(len(nodes) * sample.share))
+        count = simulated_nodes(len(nodes), sample.share)
         simulated = [nodes[at * len(nodes) // count] for at in range(count)]
         prompts, warm_up = self._loads.prompts(load * count / (len(nodes) * sample.share))
         config = msgspec.structs.replace(request.router, index=Index(memory_bytes=INDEX_BYTES))
@@ -92,6 +92,11 @@ class FleetReplay:
             self.requests += 1
             hopeless.arrivals_ms.append(prompt.at_ms)
             yield prompt
+
+
+def simulated_nodes(nodes: int, share: float) -> int:
+    """Return how many of the nodes serve this share of the fleet's requests in a replay."""
+    return max(1, round(nodes * share))
 
 
 class _Hopeless:

@@ -18,8 +18,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from warmroute.replay.planning.fleet_replay import FleetReplay
-from warmroute.replay.planning.recorded_traffic import Forecast, RecordedRequest, forecast, thinned
+import msgspec
+
+from warmroute.replay.planning.fleet_replay import FleetReplay, simulated_nodes
+from warmroute.replay.planning.recorded_traffic import Forecast, RecordedRequest, Sample, forecast, thinned
 from warmroute.scaling.fleet_plan import (
     MIN_REQUESTS,
     FleetNode,
@@ -43,6 +45,8 @@ CLEARLY_MISSED: Final = 1.4
 """Excess, relative to the target, of replays that need not be repeated with about the same load."""
 RISING: Final = 1.5
 MAX_SPARE: Final = 4
+MAX_SAMPLES: Final = 5
+"""Attempts to find a sample that is small enough."""
 SPARE_EXCESS: Final = 0.85
 """What is left of the fleet has to stay below this fraction of the objective, so that noise does not remove a node that
 the next search adds again."""
@@ -63,16 +67,43 @@ def plan_fleet(
             recorded=len(recorded),
             skipped=too_little_traffic(len(recorded)),
         )
-    sample = thinned(recorded, until_ms, nodes, request.share, request.max_requests)
+    sample, expected = _sample(request, recorded, until_ms)
     if len(sample.requests) - sample.warm_up < MIN_MEASURED:
         return FleetPlan(
             nodes=nodes, recorded=len(recorded), skipped="replay has too little traffic of the last minutes"
         )
-    expected = forecast(recorded, until_ms, request.lead_s, request.share)
     search = _Search(request, FleetReplay(request, sample, pause), expected, cpu_s)
     plan = search.run()
     plan.recorded, plan.measured_s, plan.arrivals_per_s = len(recorded), sample.measured_s, sample.arrivals_per_s
     return plan
+
+
+def _sample(
+    request: PlanRequest, recorded: Sequence[RecordedRequest], until_ms: float
+) -> tuple[Sample, Forecast]:  # fmt: skip
+    """Return a sample, and the load to expect relative to it. The sample has so few requests that a replay with the
+    highest load has at most `max_requests`."""
+    nodes, most = max(1, len(request.nodes)), float(request.max_requests)
+    expected = forecast(recorded, until_ms, request.lead_s, request.share)
+    highest = _highest_load(expected, request.margin)
+    for _ in range(MAX_SAMPLES):
+        sample = thinned(recorded, until_ms, nodes, request.share, max(1, int(most / highest)))
+        expected = forecast(recorded, until_ms, request.lead_s, request.share, sample.from_ms)
+        sizes = range(max(1, nodes - MAX_SPARE), 2 * nodes + 1)
+        rounded_up = max(simulated_nodes(size, sample.share) / (size * sample.share) for size in sizes)
+        highest = _highest_load(expected, request.margin) * rounded_up
+        if len(sample.requests) * highest <= most:
+            break
+    return sample, expected
+
+
+def _load_to_remove(expected: Forecast, margin: float) -> float:
+    """Return the load that the rest of the fleet has to hold before a node is removed."""
+    return expected.growth * (1.0 + margin + max(margin, expected.chance)) * (RISING if expected.rises else 1.0)
+
+
+def _highest_load(expected: Forecast, margin: float) -> float:
+    return max(1.0, _load_to_remove(expected, margin))
 
 
 class _Search:
@@ -103,8 +134,7 @@ class _Search:
             if chosen is not None:
                 plan.add, plan.offer = chosen.nodes - len(nodes), chosen.offer
         else:
-            rising = RISING if self._expected.rises else 1.0
-            plan.spare = self._spare(growth * (1.0 + margin + max(margin, chance)) * rising)
+            plan.spare = self._spare(_load_to_remove(self._expected, margin))
         if request.predict_current and nodes:
             plan.predicted = self._replay.run(nodes, 1.0)
         if request.show_larger and not self._late:
@@ -117,7 +147,11 @@ class _Search:
 
     def _run(self, nodes: Sequence[FleetNode], load: float, offer: OfferedNode | None = None) -> ReplayedFleet:
         key = offer.offer if offer is not None else None
-        fleet = self._known(nodes, load, key) or self._replay.run(nodes, load, key)
+        known = self._known(nodes, load, key)
+        if known is not None:
+            fleet = msgspec.structs.replace(known, load=known.arrivals_per_s / max(1e-9, self._replay.arrivals_per_s))
+        else:
+            fleet = self._replay.run(nodes, load, key)
         self._fleets.append(fleet)
         return fleet
 

@@ -3,7 +3,9 @@
 Conversations that arrive faster would not do: if each were over sooner, the caches would hold as many at a time as
 before, and a fleet whose caches are too small for the load would look large enough. So more load is copies of
 conversations, a few minutes earlier or later, with content of their own. What several conversations share, such as a
-system prompt, the copies share, too. Less load leaves conversations out.
+system prompt, the copies share, too. Turns that would come after the recorded time come at its beginning instead, and
+the other way round, as those of another conversation: so every part of it gets as much more. Less load leaves
+conversations out.
 """
 
 from __future__ import annotations
@@ -42,9 +44,7 @@ class OtherLoads:
         requests = self._fewer(wanted) if load < 1.0 else self._more(wanted)
         requests.sort(key=lambda one: one.at_ms)
         warm_up = sum(one.at_ms < sample.from_ms for one in requests)
-        return [
-            msgspec.structs.replace(one.prompt, at_ms=one.at_ms - first_ms, next_turn=None) for one in requests
-        ], warm_up
+        return [_sent_at(one.prompt, one.at_ms - first_ms) for one in requests], warm_up
 
     def _fewer(self, wanted: int) -> list[RecordedRequest]:
         kept: list[RecordedRequest] = []
@@ -69,19 +69,24 @@ class OtherLoads:
             self._shared = _shared_blocks(self._sample.requests, self._block_size)
         first_ms, until_ms = self._sample.requests[0].at_ms, self._sample.until_ms
         chance = mix64(turns[0].conversation, 2 + number) % _HASHES / _HASHES
-        shift_ms = (2.0 * chance - 1.0) * MAX_SHIFT * (until_ms - first_ms)
-        if turns[0].at_ms + shift_ms < first_ms or turns[-1].at_ms + shift_ms > until_ms:
-            shift_ms = -shift_ms
+        span_ms = until_ms - first_ms
+        shift_ms = (2.0 * chance - 1.0) * MAX_SHIFT * span_ms
         copies = []
         for one in turns:
-            at_ms = min(until_ms, max(first_ms, one.at_ms + shift_ms))
+            rounds, at_ms = divmod(one.at_ms + shift_ms - first_ms, span_ms) if span_ms > 0 else (0.0, 0.0)
+            copy = 2 * number + bool(rounds)
             prompt = msgspec.structs.replace(
                 one.prompt,
-                blocks=_CopiedBlocks(one.prompt.blocks, self._shared, number),
-                session=b"%b, copy %d" % (one.prompt.session, number) if one.prompt.session else b"",
+                blocks=_CopiedBlocks(one.prompt.blocks, self._shared, copy),
+                session=b"%b, copy %d" % (one.prompt.session, copy) if one.prompt.session else b"",
             )
-            copies.append(RecordedRequest(prompt, at_ms, one.conversation))
+            copies.append(RecordedRequest(prompt, first_ms + at_ms, one.conversation))
         return copies
+
+
+def _sent_at(prompt: WorkloadPrompt, at_ms: float) -> WorkloadPrompt:
+    """Return a request that is sent at this time, whatever has been answered."""
+    return msgspec.structs.replace(prompt, at_ms=at_ms, number=-1, follows=-1, think_ms=0.0, next_turn=None)
 
 
 def _shared_blocks(requests: Sequence[RecordedRequest], block_size: int) -> set[int]:

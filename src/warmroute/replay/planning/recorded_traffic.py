@@ -18,6 +18,7 @@ import msgspec
 
 from warmroute.fake_engine.core.block_content import mix64
 from warmroute.replay.workloads.workload_prompt import WorkloadPrompt
+from warmroute.scaling.fleet_plan import RECENT_SHARE
 
 MEASURED_SHARE: Final = 0.6
 MIN_SIMULATED_NODES: Final = 4
@@ -26,8 +27,6 @@ TREND_SPANS: Final = 10
 TREND_ERRORS: Final = 1.0
 """A trend counts minus this many standard errors, so that noise is no trend."""
 MAX_GROWTH: Final = 2.0
-RECENT_SHARE: Final = 1 / 3
-"""Of the recorded time: the arrivals now."""
 MAX_CHANCE: Final = 0.2
 MIN_KEPT: Final = 50
 """A sample by conversations has at least this many requests."""
@@ -49,7 +48,7 @@ class Sample(msgspec.Struct, kw_only=True):
     requests: Sequence[RecordedRequest]
     """In the order of their arrival."""
     share: float
-    """The fraction of all requests of the fleet that it has."""
+    """The fraction of all requests of the fleet that it has, in the measured part."""
     warm_up: int
     """Requests before the measured part."""
     from_ms: float
@@ -77,12 +76,13 @@ def thinned(requests: Sequence[RecordedRequest], until_ms: float, nodes: int, sh
             chosen = [one for one in requests if mix64(one.conversation, 1) % _HASHES < fraction * _HASHES]
             if len(chosen) >= min(most, MIN_KEPT):  # else a few long conversations make up most of the traffic
                 kept = chosen
-                share *= len(kept) / len(requests)
     kept = kept[-most:]
     from_ms = until_ms - MEASURED_SHARE * (until_ms - kept[0].at_ms)
     warm_up = sum(one.at_ms < from_ms for one in kept)
     measured_s = max(1e-3, (until_ms - from_ms) / 1000.0)
     tokens = sum(one.prompt.prompt_tokens + one.prompt.output_tokens for one in kept[warm_up:])
+    if kept is not requests:
+        share *= max(1, len(kept) - warm_up) / max(1, _arrivals_since(requests, from_ms))
     return Sample(
         requests=kept,
         share=share,
@@ -108,17 +108,24 @@ class Forecast(msgspec.Struct, frozen=True):
     """Whether the load rises more than chance explains."""
 
 
-def forecast(requests: Sequence[RecordedRequest], until_ms: float, lead_s: float, share: float = 1.0) -> Forecast:
+def forecast(
+    requests: Sequence[RecordedRequest], until_ms: float, lead_s: float, share: float = 1.0,
+    from_ms: float | None = None,
+) -> Forecast:  # fmt: skip
     """Expect the arrivals of the last RECENT_SHARE of the recorded time, or those `lead_s` after it by a line through
     all of it, if it rises and they are more. So a rise counts before it has happened, a fall afterwards. `share`: the
-    fraction of the fleet's requests that was recorded."""
+    fraction of the fleet's requests that was recorded. `from_ms`: where the measured part begins, if the sample has not
+    all of the recorded time."""
     first_ms = requests[0].at_ms
     if until_ms <= first_ms:
         return Forecast()
     recorded_ms = until_ms - first_ms
-    measured = _arrivals_since(requests, until_ms - MEASURED_SHARE * recorded_ms) / MEASURED_SHARE
-    recent = _arrivals_since(requests, until_ms - RECENT_SHARE * recorded_ms) / RECENT_SHARE
-    line = _line(requests, until_ms, lead_s)
+    measured_ms = min(until_ms - from_ms, recorded_ms) if from_ms is not None else MEASURED_SHARE * recorded_ms
+    if measured_ms <= 0.0:
+        return Forecast()
+    measured = _arrivals_since(requests, until_ms - measured_ms) / measured_ms
+    recent = _arrivals_since(requests, until_ms - RECENT_SHARE * recorded_ms) / (RECENT_SHARE * recorded_ms)
+    line = _line(requests, until_ms, lead_s, measured_ms)
     expected = recent / measured if measured else 1.0
     if line > 1.0:
         expected = max(expected, line)
@@ -141,8 +148,8 @@ def _chance(requests: Sequence[RecordedRequest], first_ms: float, recorded_ms: f
     return deviation / (len(requests) / parts)
 
 
-def _line(requests: Sequence[RecordedRequest], until_ms: float, lead_s: float) -> float:
-    """Return the arrivals per second `lead_s` after the recorded time, relative to those of the measured part: the
+def _line(requests: Sequence[RecordedRequest], until_ms: float, lead_s: float, measured_ms: float) -> float:
+    """Return the arrivals per second `lead_s` after the recorded time, relative to those of its last `measured_ms`: the
     value of a line through the arrivals of equal spans of time, as far as chance cannot explain it."""
     first_ms = requests[0].at_ms
     span_ms = (until_ms - first_ms) / TREND_SPANS
@@ -156,7 +163,7 @@ def _line(requests: Sequence[RecordedRequest], until_ms: float, lead_s: float) -
     residual = sum((count - mean - slope * (at - middle)) ** 2 for at, count in enumerate(counts))
     error = TREND_ERRORS * (residual / (TREND_SPANS - 2) / spread) ** 0.5
     certain = max(0.0, slope - error) if slope > 0 else min(0.0, slope + error)
-    measured = TREND_SPANS * (1.0 - MEASURED_SHARE / 2) - 0.5  # the middle of the measured part
+    measured = TREND_SPANS - 0.5 * measured_ms / span_ms - 0.5  # the middle of the measured part
     level = mean + certain * (measured - middle)
     ahead = TREND_SPANS - 0.5 + lead_s * 1000.0 / span_ms - measured
     return 1.0 + certain * ahead / level if level > 0 else 1.0

@@ -47,6 +47,7 @@ class SimulatedPlanning:
         now_ms = self._calendar.now_ms
         until_ms = recorded_until(now_ms, self._world.results.latency_ms[-DURATIONS:])
         request.lead_s += (now_ms - until_ms) / 1000.0
-        plan = plan_fleet(request, [one for one in self._recorded if one.at_ms <= until_ms], until_ms)
+        since_ms = now_ms - self._window_ms
+        plan = plan_fleet(request, [one for one in self._recorded if since_ms <= one.at_ms <= until_ms], until_ms)
         plan.cpu_s = REQUEST_CPU_S * plan.replayed_requests
         self._calendar.after(1000.0 * plan.cpu_s / self._cpu_share, done, plan, "")
