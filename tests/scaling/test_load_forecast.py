@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from recorded_loads import recorded
 
@@ -57,7 +58,7 @@ def test_a_fall_counts_when_it_has_happened() -> None:
     falling = arrivals(*range(20 + 2 * MINUTES, 20, -2))
     recent = sum(one.at_ms >= 20 * 60_000.0 for one in falling) / 10
     measured = sum(one.at_ms >= 12 * 60_000.0 for one in falling) / 18
-    assert growth(falling) == pytest.approx(recent / measured)
+    assert growth(falling) == pytest.approx(recent / measured, rel=0.01)
     assert growth(falling) < 0.9
 
 
@@ -73,6 +74,38 @@ def test_few_conversations_vary_more_than_many() -> None:
     assert forecast(chats, until_ms, 180.0).chance == pytest.approx(2.0 * expected, rel=0.05)
     assert forecast(chats, until_ms, 180.0, share=0.25).chance == pytest.approx(expected, rel=0.05)
     assert forecast(arrivals(*[4] * MINUTES, turns=60), until_ms, 180.0).chance == MAX_CHANCE
+
+
+def test_a_change_that_chance_explains_is_none() -> None:
+    """With forty conversations in ten minutes a sixth less is nothing; with 2,400 it is."""
+    minutes = [40] * 20 + [34] * 10
+    assert growth(arrivals(*minutes, turns=10)) == pytest.approx(1.0, abs=0.01)
+    many = arrivals(*[6 * one for one in minutes])
+    assert growth(many) == pytest.approx(34 / ((8 * 40 + 10 * 34) / 18), rel=0.01)
+    few = forecast(arrivals(*[46] * 20, *[40] * 10, turns=10), 60_000.0 * MINUTES, 0.0)
+    assert few.chance > 0.1, "nor is it a fall"
+
+
+def test_prompts_of_very_different_lengths_make_the_load_less_even() -> None:
+    requests = arrivals(*[40] * MINUTES)
+    long = [
+        RecordedRequest(msgspec.structs.replace(one.prompt, prompt_tokens=20_000), one.at_ms, one.conversation)
+        if at % 20 == 0
+        else one
+        for at, one in enumerate(requests)
+    ]
+    until_ms = 60_000.0 * MINUTES
+    assert forecast(long, until_ms, 0.0).chance > 3.0 * forecast(requests, until_ms, 0.0).chance
+
+
+def test_only_what_is_new_in_a_turn_is_load() -> None:
+    turns = [
+        RecordedRequest(msgspec.structs.replace(one.prompt, prompt_tokens=1000 * (at % 4 + 1)), one.at_ms, at // 4)
+        for at, one in enumerate(arrivals(*[40] * MINUTES))
+    ]
+    until_ms = 60_000.0 * MINUTES
+    alone = forecast(arrivals(*[40] * MINUTES), until_ms, 0.0).chance
+    assert forecast(turns, until_ms, 0.0).chance == pytest.approx(2.0 * alone, rel=0.05)
 
 
 def test_chance_does_not_count_while_the_load_falls() -> None:

@@ -10,7 +10,6 @@ many requests as a real one (other_loads.py).
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import Final
 
@@ -27,7 +26,7 @@ TREND_SPANS: Final = 10
 TREND_ERRORS: Final = 1.0
 """A trend counts minus this many standard errors, so that noise is no trend."""
 MAX_GROWTH: Final = 2.0
-MAX_CHANCE: Final = 0.2
+MAX_CHANCE: Final = 0.4
 MIN_KEPT: Final = 50
 """A sample by conversations has at least this many requests."""
 ENDED_SHARE: Final = 0.9
@@ -101,9 +100,9 @@ class Forecast(msgspec.Struct, frozen=True):
     growth: float = 1.0
     """Arrivals per second, relative to those of the measured part."""
     chance: float = 0.0
-    """By which fraction chance alone makes the arrivals of a few minutes differ: one standard deviation. A router with
-    few conversations has a less even load than one with many. 0 while the load falls: the next minutes will have
-    less."""
+    """By which fraction chance alone makes the load of a few minutes differ: one standard deviation. A router with few
+    conversations has a less even load than one with many. 0 while the load falls more than chance explains: the next
+    minutes will have less."""
     rises: bool = False
     """Whether the load rises more than chance explains."""
 
@@ -112,45 +111,56 @@ def forecast(
     requests: Sequence[RecordedRequest], until_ms: float, lead_s: float, share: float = 1.0,
     from_ms: float | None = None,
 ) -> Forecast:  # fmt: skip
-    """Expect the arrivals of the last RECENT_SHARE of the recorded time, or those `lead_s` after it by a line through
-    all of it, if it rises and they are more. So a rise counts before it has happened, a fall afterwards. `share`: the
-    fraction of the fleet's requests that was recorded. `from_ms`: where the measured part begins, if the sample has not
-    all of the recorded time."""
+    """Expect the arrivals of the last MEASURED_SHARE of the recorded time, and those of its last RECENT_SHARE as far as
+    chance does not explain the difference; or those `lead_s` after it by a line through all of it, if it rises and they
+    are more. So a rise counts before it has happened, a fall afterwards. `share`: the fraction of the fleet's requests
+    that was recorded. `from_ms`: where the sample's measured part begins, if it does not have all of the recorded
+    time."""
     first_ms = requests[0].at_ms
     if until_ms <= first_ms:
         return Forecast()
     recorded_ms = until_ms - first_ms
-    measured_ms = min(until_ms - from_ms, recorded_ms) if from_ms is not None else MEASURED_SHARE * recorded_ms
-    if measured_ms <= 0.0:
-        return Forecast()
-    measured = _arrivals_since(requests, until_ms - measured_ms) / measured_ms
+    usual = _arrivals_since(requests, until_ms - MEASURED_SHARE * recorded_ms) / (MEASURED_SHARE * recorded_ms)
     recent = _arrivals_since(requests, until_ms - RECENT_SHARE * recorded_ms) / (RECENT_SHARE * recorded_ms)
-    line = _line(requests, until_ms, lead_s, measured_ms)
-    expected = recent / measured if measured else 1.0
-    if line > 1.0:
-        expected = max(expected, line)
-    chance = min(MAX_CHANCE, _chance(requests, first_ms, recorded_ms) * share**0.5) if line >= 1.0 else 0.0
-    return Forecast(min(MAX_GROWTH, max(1.0 / MAX_GROWTH, expected)), chance, line > 1.0)
+    by_chance = chance_of(requests, first_ms, recorded_ms)
+    change = recent / usual - 1.0 if usual else 0.0
+    if change:
+        explained = by_chance * (1.0 - RECENT_SHARE / MEASURED_SHARE) ** 0.5
+        change *= max(0.0, 1.0 - (explained / change) ** 2)
+    line = _line(requests, until_ms, lead_s)
+    growth = min(MAX_GROWTH, max(1.0 / MAX_GROWTH, 1.0 + change, line if line > 1.0 else 0.0))
+    if from_ms is not None and usual:
+        measured = _arrivals_since(requests, from_ms) / max(1.0, until_ms - from_ms)
+        growth *= min(MAX_GROWTH, max(1.0 / MAX_GROWTH, usual / measured)) if measured else 1.0
+    falls = line < 1.0 and change < 0.0
+    return Forecast(growth, min(MAX_CHANCE, by_chance * share**0.5) if not falls else 0.0, line > 1.0)
 
 
 def _arrivals_since(requests: Sequence[RecordedRequest], since_ms: float) -> int:
     return sum(one.at_ms >= since_ms for one in requests)
 
 
-def _chance(requests: Sequence[RecordedRequest], first_ms: float, recorded_ms: float) -> float:
-    """Return the standard deviation of the arrivals of RECENT_SHARE of the recorded time, relative to their mean, if
-    conversations begin independently of each other: that of the sum of their turns."""
+def chance_of(requests: Sequence[RecordedRequest], first_ms: float, recorded_ms: float) -> float:
+    """Return the standard deviation of the work of RECENT_SHARE of the recorded time, relative to its mean, if
+    conversations begin independently of each other. Work: the tokens that are new in a prompt, and those of its
+    answer."""
     parts = round(1.0 / RECENT_SHARE)
-    turns = Counter(
-        (one.conversation, min(parts - 1, int(parts * (one.at_ms - first_ms) / recorded_ms))) for one in requests
-    )
-    deviation: float = (sum(count * count for count in turns.values()) / parts) ** 0.5
-    return deviation / (len(requests) / parts)
+    work: dict[tuple[int, int], float] = {}
+    before: dict[int, int] = {}
+    for one in requests:
+        tokens, conversation = one.prompt.prompt_tokens, one.conversation
+        earlier = before.get(conversation, 0)
+        before[conversation] = tokens
+        part = conversation, min(parts - 1, int(parts * (one.at_ms - first_ms) / recorded_ms))
+        new = tokens - earlier if tokens > earlier else tokens  # else it is another prompt
+        work[part] = work.get(part, 0.0) + new + one.prompt.output_tokens
+    mean = sum(work.values()) / parts
+    return float((sum(one * one for one in work.values()) / parts) ** 0.5 / mean) if mean else 0.0
 
 
-def _line(requests: Sequence[RecordedRequest], until_ms: float, lead_s: float, measured_ms: float) -> float:
-    """Return the arrivals per second `lead_s` after the recorded time, relative to those of its last `measured_ms`: the
-    value of a line through the arrivals of equal spans of time, as far as chance cannot explain it."""
+def _line(requests: Sequence[RecordedRequest], until_ms: float, lead_s: float) -> float:
+    """Return the arrivals per second `lead_s` after the recorded time, relative to those of its last MEASURED_SHARE:
+    the value of a line through the arrivals of equal spans of time, as far as chance cannot explain it."""
     first_ms = requests[0].at_ms
     span_ms = (until_ms - first_ms) / TREND_SPANS
     counts = [0] * TREND_SPANS
@@ -163,7 +173,7 @@ def _line(requests: Sequence[RecordedRequest], until_ms: float, lead_s: float, m
     residual = sum((count - mean - slope * (at - middle)) ** 2 for at, count in enumerate(counts))
     error = TREND_ERRORS * (residual / (TREND_SPANS - 2) / spread) ** 0.5
     certain = max(0.0, slope - error) if slope > 0 else min(0.0, slope + error)
-    measured = TREND_SPANS - 0.5 * measured_ms / span_ms - 0.5  # the middle of the measured part
+    measured = TREND_SPANS * (1.0 - MEASURED_SHARE / 2) - 0.5  # the middle of the measured part
     level = mean + certain * (measured - middle)
     ahead = TREND_SPANS - 0.5 + lead_s * 1000.0 / span_ms - measured
     return 1.0 + certain * ahead / level if level > 0 else 1.0
