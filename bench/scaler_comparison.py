@@ -23,7 +23,7 @@ ten minutes in which more than a tenth of the arriving requests get their first 
 Each of the others has several settings, and the one that is best in hindsight counts. The last table has the fewest GPU
 hours with which another scaler reaches the objective's p90 over the day, interpolated between two settings of the same
 scaler, and the fewest of those runs that miss the objective less than 2 % of the time. `plan` is the number of nodes
-that `warmroute plan` finds for the busiest hour, `scaler` what the scaler has then.
+that `warmroute plan --margin` finds for the busiest hour, `scaler` what the scaler has then.
 
 --runs DIR keeps the result of each run there, and takes those that are there already. --kept shows only these.
 """
@@ -50,6 +50,7 @@ from record import Report, add_record_option
 from warmroute.config import Objective, Scaling, ScalingReplay
 from warmroute.fake_engine.profiles import profile
 from warmroute.replay import Setup, parse_policy, replay
+from warmroute.replay.load_margin import load_margin, with_load
 from warmroute.replay.peers.scalers import Hpa, Keda, Threshold
 from warmroute.replay.planning.simulated_planning import SimulatedPlanning
 from warmroute.replay.report.table import paid_gpu_hours
@@ -142,7 +143,7 @@ def run(job: tuple[str, Path | None, str, Path | None]) -> tuple[str, str, dict[
         return load, text, json.loads(file.read_text())
     start_s = time.process_time()
     if text == "plan":
-        one: dict[str, Any] = {"nodes": planned(load, data, 1.6)}
+        one: dict[str, Any] = {"nodes": planned(load, data, 1.0 + DEPTH, margin=True)}
     elif text == "parts of the day":
         one = {"nodes": planned_parts(load, data)}
     elif text == "hindsight":
@@ -165,8 +166,9 @@ def progress(load: str, text: str, ended: int) -> None:
         print(f"{load} {text}: {ended} requests", file=sys.stderr, flush=True)
 
 
-def planned(load: str, data: Path | None, share: float) -> int:
-    """Size a fleet for a part of the day with `warmroute plan`'s search. `share`: of the day's mean rate."""
+def planned(load: str, data: Path | None, share: float, *, margin: bool = False) -> int:
+    """Size a fleet for a part of the day with `warmroute plan`'s search. `share`: of the day's mean rate. `margin`:
+    with the autoscaler's (`warmroute plan --margin`)."""
     day = day_load(load, data)
     limits = Limits.of(Objective(ttft_p90_ms=day.objective_ms))
     setup = Setup(
@@ -177,6 +179,8 @@ def planned(load: str, data: Path | None, share: float) -> int:
         duration_s=3600.0,
         warm_up=round(share * day.rate * 600),
     )
+    if margin:
+        setup = with_load(setup, load_margin(setup, ScalingReplay().margin).load)
     return nodes_needed(setup, parse_policy("price"), limits, MAX_NODES).nodes or MAX_NODES
 
 

@@ -181,7 +181,6 @@ class FleetPlan(msgspec.Struct, kw_only=True):
             parts.append("the limits allow no fleet that meets the objective")
         return "; ".join(parts)
 
-
     def _named(self, fleet: ReplayedFleet) -> str:
         """Return the number of nodes, and the load if it is not that of the plan: to remove a node the rest has to hold
         more."""

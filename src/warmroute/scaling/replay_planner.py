@@ -49,9 +49,8 @@ MIN_MEASURED: Final = 50
 """First tokens or responses: a percentile of fewer is unknown."""
 TTFT_P90: Final = "TTFT p90"
 MIN_STAY: Final = 0.9
-"""Plans of less time than this fraction of the arrivals that they expect (RECENT_SHARE) make no node spare."""
-MIN_PLANS: Final = 2
-"""Nor does a single plan."""
+"""Plans of less time than this fraction of the time whose arrivals they expect again (RECENT_SHARE) make no node
+spare."""
 RECENT_S: Final = 300.0
 """Arrivals of this time start a search early."""
 KNOWN_S: Final = 900.0
@@ -242,9 +241,10 @@ class ReplayPlanner:
         """Return how many nodes no plan has wanted for as long as the time whose arrivals a plan expects again."""
         desired, stay_s = self._desired, RECENT_SHARE * self.config.replay.window_s
         desired.append((started_s, plan.desired_nodes))
-        while len(desired) > MIN_PLANS and desired[0][0] < started_s - stay_s:
+        since_s = started_s - MIN_STAY * stay_s
+        while len(desired) > 1 and desired[1][0] <= since_s:  # the plans of all of this time stay, if there are few
             desired.popleft()
-        if len(desired) < MIN_PLANS or started_s - desired[0][0] < MIN_STAY * stay_s:
+        if desired[0][0] > since_s:
             return 0
         return max(0, min(plan.spare, plan.nodes - max(nodes for _, nodes in desired)))
 
