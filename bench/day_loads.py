@@ -59,7 +59,7 @@ def day_load(name: str, data: Path | None) -> DayLoad:
         return DayLoad(parse_workload(words.split()), 0.1, "l4-8b", 0.8, 2000.0, (6, 8, 10), 64)
     if name == "agentic":
         assert data is not None
-        return DayLoad(Generated("agents", AgentSessions(data)), 0.005, "2xh100-32b", 5.0, 3000.0, (4, 6, 8), 256)
+        return DayLoad(Generated("agents", AgentSessions(data)), 0.005, "2xh100-32b", 5.0, 3000.0, (4, 6, 8, 20), 256)
     return DayLoad(Generated("conversations", LongTailedChats()), 0.25, "4xa100-70b", 8.0, 8000.0, (4, 6, 8), 128)
 
 

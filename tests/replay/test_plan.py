@@ -74,9 +74,9 @@ def test_a_plan_with_a_margin_holds_more_load(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_the_chance_of_a_workload_is_that_of_its_conversations() -> None:
-    def margin(*words: str, **more: float) -> LoadMargin:
-        node = NodeSpec("node", profile("l4-1.5b"))
-        setup = Setup(workload=parse_workload(words), nodes=(node,), policy=parse_policy("price"), **more)
+    def margin(*words: str, rate: float, duration_s: float) -> LoadMargin:
+        workload, nodes = parse_workload(words), (NodeSpec("node", profile("l4-1.5b")),)
+        setup = Setup(workload=workload, nodes=nodes, policy=parse_policy("price"), rate=rate, duration_s=duration_s)
         return load_margin(setup, 0.05)
 
     alone = margin("multi_turn_chat", "turns=1", rate=1.0, duration_s=3600.0)

@@ -54,9 +54,9 @@ def test_conversations_take_as_long_as_they_took() -> None:
     by_session: dict[bytes, list[float]] = {}
     for one in prompts:
         by_session.setdefault(one.session, []).append(one.at_ms)
-    assert 120 <= len(by_session) < 130, "a few are cut by the ends of the recorded time"
+    assert 120 <= len(by_session) < 135, "a few are cut by the end of the recorded time"
     steps_s = [(after - before) / 1000.0 for times_ms in by_session.values() for before, after in pairwise(times_ms)]
-    assert steps_s == pytest.approx([TURN_S] * len(steps_s))
+    assert sum(step_s == pytest.approx(TURN_S) for step_s in steps_s) > 350
     assert sum(len(times_ms) == TURNS for times_ms in by_session.values()) > 110
 
 
@@ -71,6 +71,21 @@ def test_no_part_of_the_recorded_time_gets_more_than_its_share(long: bool) -> No
             for times in ([one.at_ms for one in sample.requests], [one.at_ms for one in prompts])
         )
         assert twice < 2.0 * now + 60
+
+
+def test_a_session_that_began_long_ago_is_cold_only_at_the_beginning() -> None:
+    """Its copies, too: a prompt of thousands of tokens that nobody has cached would make the fleet look too small."""
+    sample = chats(count=80, turn_s=200.0, cut=True)
+    prompts, warm_up = OtherLoads(sample, BLOCK).prompts(3.0)
+    cold = 0
+    seen: set[int] = set()
+    for at, one in enumerate(prompts):
+        blocks = hashes(one)
+        own = blocks[SYSTEM_TOKENS // BLOCK :]
+        is_first_turn = one.prompt_tokens == SYSTEM_TOKENS + TURN_TOKENS
+        cold += at >= warm_up and not is_first_turn and own[0] not in seen
+        seen.update(blocks)
+    assert cold == 0
 
 
 def test_requests_are_sent_at_their_times_whatever_has_been_answered() -> None:

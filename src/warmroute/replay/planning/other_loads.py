@@ -3,9 +3,12 @@
 Conversations that arrive faster would not do: if each were over sooner, the caches would hold as many at a time as
 before, and a fleet whose caches are too small for the load would look large enough. So more load is copies of
 conversations, a few minutes earlier or later, with content of their own. What several conversations share, such as a
-system prompt, the copies share, too. Turns that would come after the recorded time come at its beginning instead, and
-the other way round, as those of another conversation: so every part of it gets as much more. Less load leaves
-conversations out.
+system prompt, the copies share, too. Less load leaves conversations out.
+
+Turns that would come before or after the recorded time come at its other end instead, so that every part of it gets as
+much more. What nobody has cached comes where it did: when a conversation begins, and at the beginning of the recorded
+time, which is not measured. So turns that go to the beginning are those of another conversation, and turns that go to
+the end repeat what their own conversation has cached.
 """
 
 from __future__ import annotations
@@ -74,7 +77,7 @@ class OtherLoads:
         copies = []
         for one in turns:
             rounds, at_ms = divmod(one.at_ms + shift_ms - first_ms, span_ms) if span_ms > 0 else (0.0, 0.0)
-            copy = 2 * number + bool(rounds)
+            copy = 2 * number + (rounds > 0)
             prompt = msgspec.structs.replace(
                 one.prompt,
                 blocks=_CopiedBlocks(one.prompt.blocks, self._shared, copy),

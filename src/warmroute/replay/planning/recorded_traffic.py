@@ -26,7 +26,7 @@ TREND_SPANS: Final = 10
 TREND_ERRORS: Final = 1.0
 """A trend counts minus this many standard errors, so that noise is no trend."""
 MAX_GROWTH: Final = 2.0
-MAX_CHANCE: Final = 0.4
+MAX_CHANCE: Final = 0.3
 MIN_KEPT: Final = 50
 """A sample by conversations has at least this many requests."""
 ENDED_SHARE: Final = 0.9
