@@ -74,6 +74,8 @@ class OtherLoads:
         chance = mix64(turns[0].conversation, 2 + number) % _HASHES / _HASHES
         span_ms = until_ms - first_ms
         shift_ms = (2.0 * chance - 1.0) * MAX_SHIFT * span_ms
+        if turns[-1].at_ms + shift_ms < first_ms:  # all of them would go to the end
+            shift_ms = -shift_ms
         copies = []
         for one in turns:
             rounds, at_ms = divmod(one.at_ms + shift_ms - first_ms, span_ms) if span_ms > 0 else (0.0, 0.0)
