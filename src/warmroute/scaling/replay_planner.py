@@ -1,11 +1,12 @@
 """Scaling by replay: when a search starts, how long its plan counts, and whether its predictions can be trusted.
 
 A search starts every `scaling.replay.interval_s`, if the last one has ended and there is enough recorded traffic, and
-earlier if more requests arrive than the last plan expected, margin included. Its plan counts for MAX_AGE_INTERVALS
-intervals. Now and then the search also replays the traffic as it was on the fleet as it is, and the planner compares
-the predicted TTFT and time between tokens with the observed ones. If one of those that the objective limits differs by
-more than MAX_ERROR several times in a row, the autoscaler goes by thresholds until they agree again. So it does without
-a plan: at the start, with little traffic, or if the searching process fails.
+earlier if more requests arrive than the last plan allows for, margin and chance included. Its plan counts for
+MAX_AGE_INTERVALS intervals. Nodes are spare that no plan wanted for as long as arrivals count as those of now. Now and
+then the search also replays the traffic as it was on the fleet as it is, and the planner compares the predicted TTFT
+and time between tokens with the observed ones. If one of those that the objective limits differs by more than
+MAX_ERROR several times in a row, the autoscaler goes by thresholds until they agree again. So it does without a
+plan: at the start, with little traffic, or if the searching process fails.
 """
 
 from __future__ import annotations
