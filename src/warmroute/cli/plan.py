@@ -78,7 +78,7 @@ def add_to(commands: Any) -> None:
     )
     parser.add_argument(
         "--margin",
-        type=number(0.0),
+        type=number(0.0, 10.0),
         metavar="X",
         help="find a fleet that holds this fraction more load, and what chance adds in ten minutes, as the autoscaler "
         f"does with scaling.replay.margin ({ScalingReplay().margin:g}); default: the load as it is",
