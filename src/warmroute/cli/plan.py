@@ -237,7 +237,7 @@ def summary_lines(
         if one.nodes is None:
             lines.append(f"With {one.policy} it would need more than {max(one.runs) * gpus}.")
         else:
-            times = "the same number" if one.nodes == first.nodes else f"{one.nodes / first.nodes:.3g} times as many"
+            times = "the same number" if one.nodes == first.nodes else f"{one.nodes / first.nodes:.2g} × as many"
             lines.append(f"With {one.policy} it would need {one.nodes * gpus}: {times}.")
     if margin is not None:
         lines.append(
