@@ -122,6 +122,7 @@ def test_a_decode_node_that_fails_before_it_decodes_is_not_told_to_peers() -> No
     harness.finish(attempts)
 
 
+@pytest.mark.interpreted
 def test_a_moved_request_is_counted_once_and_is_no_attempt_at_the_first_node(monkeypatch: pytest.MonkeyPatch) -> None:
     harness = Moves()
     attempts, _driver, split = harness.split_with(5, 30_000)

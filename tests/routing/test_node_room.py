@@ -8,6 +8,8 @@ from random import Random
 import pytest
 from routing_harness import FakeRequest, RoutingHarness, one_busy_node, prompt
 
+from warmroute.config import Admission as AdmissionConfig
+from warmroute.config import RouteConfig
 from warmroute.config.priority import HIGH, LOW, NORMAL
 from warmroute.fleet.node import Node
 from warmroute.fleet.ticket import Ticket
@@ -135,6 +137,22 @@ def test_an_arrival_that_comes_first_makes_no_decisions_for_those_that_wait() ->
     assert not decisions and all(one.queued for one in waiting) and running._is_open
 
 
+@pytest.mark.interpreted
+def test_arrivals_of_another_route_make_no_decisions_for_those_over_their_queue_threshold() -> None:
+    harness, running = one_busy_node()
+    harness.admission.reconfigure(AdmissionConfig(), (RouteConfig(name="batch", queue_threshold=2),))
+    waiting = [harness.submit(2000, tenant=f"t{at % 8}", route="batch") for at in range(64)]
+    harness.nodes[0].waiting = 5
+    harness.advance(0.25)
+    decisions = count_decisions_again(harness)
+    for _ in range(5):
+        harness.advance(0.001)
+        request = harness.submit(4000, tenant="other")
+        assert request.events == ["admitted"]
+        harness.close(request.ticket)
+    assert not decisions and all(one.queued for one in waiting) and running._is_open
+
+
 def count_decisions_again(harness: RoutingHarness) -> list[Query]:
     decisions: list[Query] = []
     decide_again = harness.router.decide_again
@@ -154,6 +172,46 @@ def test_the_dry_run_of_a_request_that_comes_after_others_says_that_it_would_wai
     second, urgent = FakeRequest(harness, prompt(8000)), FakeRequest(harness, prompt(8000), priority=HIGH)
     would_wait = [harness.admission.dry_run(one.request, one.lookup, harness.now_s)[1] for one in (second, urgent)]
     assert would_wait == [True, False] and running._is_open
+
+
+@pytest.mark.parametrize(("tokens", "after_s"), [(1000, 0.3), (8000, 0.25)])
+@pytest.mark.parametrize("tenant", ["", "other"])
+def test_a_dry_run_says_what_then_happens_to_a_request_after_others(tokens: int, after_s: float, tenant: str) -> None:
+    """The node has room for two short prompts, or for a long one."""
+    harness, running = one_busy_node()
+    first = harness.submit(tokens, tenant=tenant)
+    harness.advance(after_s)
+    second = FakeRequest(harness, prompt(tokens))
+    decision, would_wait = harness.admission.dry_run(second.request, second.lookup, harness.now_s)
+    assert first.queued and decision.node is harness.nodes[0]
+    second.submit()
+    assert first.events == ["admitted"] and second.queued is would_wait is (tokens == 8000) and running._is_open
+
+
+def test_a_dry_run_does_not_count_those_that_are_over_their_queue_threshold() -> None:
+    harness, running = one_busy_node()
+    harness.admission.reconfigure(AdmissionConfig(), (RouteConfig(name="batch", queue_threshold=2),))
+    waiting = [harness.submit(tenant="batch", route="batch") for _ in range(3)]
+    harness.nodes[0].waiting = 5
+    harness.advance(0.25)
+    request = FakeRequest(harness, prompt(8000))
+    assert not harness.admission.dry_run(request.request, request.lookup, harness.now_s)[1]
+    request.submit()
+    assert request.events == ["admitted"] and all(one.queued for one in waiting) and running._is_open
+
+
+def test_a_dry_run_counts_an_overdue_request_of_a_lower_priority() -> None:
+    harness, running = one_busy_node()
+    overdue = harness.submit(priority=LOW)
+    harness.advance(11.0)
+    assert harness.admission.queue.guarantee.find_overdue(harness.now_s)
+    harness.close(running)
+    running = harness.busy(harness.nodes[0])
+    harness.advance(0.3)
+    urgent = FakeRequest(harness, prompt(8000), priority=HIGH)
+    would_wait = harness.admission.dry_run(urgent.request, urgent.lookup, harness.now_s)[1]
+    urgent.submit()
+    assert (overdue.events, urgent.queued, would_wait) == (["admitted"], True, True) and running._is_open
 
 
 def test_a_node_that_only_decodes_a_request_has_no_prompt_of_it_to_prefill() -> None:

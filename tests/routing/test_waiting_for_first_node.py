@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from routing_harness import MODEL, RoutingHarness
+from routing_harness import MODEL, FakeRequest, RoutingHarness, one_busy_node, prompt
 
 from warmroute.config import Admission as AdmissionConfig
 from warmroute.config.priority import HIGH, LOW
+from warmroute.fleet.demand import DemandMeter
+from warmroute.routing.decision import Decision
 from warmroute.routing.routing_errors import DeadlineUnreachable, Displaced, NoNodeAvailable, QueueFull, QueueTimeout
 
 
@@ -47,6 +49,32 @@ def test_a_request_that_must_not_queue_is_rejected() -> None:
     with pytest.raises(NoNodeAvailable):
         harness.submit(may_queue=False)
     assert harness.admission.queue.waiting == 0
+
+
+class NodeTaker(FakeRequest):
+    """The last node leaves when it is sent there."""
+
+    def on_admitted(self, decision: Decision) -> None:
+        super().on_admitted(decision)
+        self.harness.fleet.remove(decision.node.name)
+
+
+def test_a_request_waits_if_the_last_node_leaves_while_another_one_goes_first() -> None:
+    """It decides twice: its node has room, but one that waits goes there before it."""
+    for may_queue in (True, False):
+        harness, _ = one_busy_node()
+        harness.admission.first_node_wait_s = 60.0
+        demand = harness.router.demand_meter = DemandMeter()
+        NodeTaker(harness, prompt(8000)).submit()
+        harness.advance(0.25)
+        assert demand.arrived == 1
+        if may_queue:
+            assert harness.submit().queued
+            assert len(harness.admission.queue.waiting_for_first_node) == 1
+        else:
+            with pytest.raises(NoNodeAvailable):
+                harness.submit(may_queue=False)
+        assert demand.arrived == 2, "each request is counted once"
 
 
 def test_a_cancelled_request_is_removed() -> None:

@@ -87,12 +87,8 @@ class Admission:
         self.config = config
         self._limits.max_waiting = config.max_waiting
         self._ticks = -1  # the next tick checks each queued request
-        self._by_route: dict[str, AdmissionConfig] = {}
+        self._by_route = {route.name: own for route in routes if (own := route.admission(config)) != config}
         """Settings of the routes that have their own."""
-        for route in routes:
-            of_route = route.admission(config)
-            if of_route != config:
-                self._by_route[route.name] = of_route
         self._has_threshold = any(one.queue_threshold for one in (config, *self._by_route.values()))
 
     def _config_of(self, request: RoutingRequest) -> AdmissionConfig:
@@ -142,7 +138,8 @@ class Admission:
         router, self._router = self._router, self._router.snapshot()
         try:
             decision, has_room = self._check_room(request, self._router.decide(request, now_s, lookup), now_s)
-            if has_room and not self._comes_after(request, decision, now_s) and self._is_ours(request, decision, now_s):
+            has_room = has_room and self._has_room_after_others(request, decision, now_s)
+            if has_room and self._is_ours(request, decision, now_s):
                 return decision, False
             self._check_may_queue(request, decision, now_s)
             return decision, True
@@ -160,6 +157,14 @@ class Admission:
     def _comes_after(self, request: RoutingRequest, decision: Decision, now_s: float) -> bool:
         """Return whether a queued request that waits for the same node comes before this new one."""
         return decision.index >= 0 and self._queues(request) and self.queue.comes_after(request, decision, now_s)
+
+    def _has_room_after_others(self, request: RoutingRequest, decision: Decision, now_s: float) -> bool:
+        """Return whether the node has room for this new request once those have it that come before it."""
+        node, work_ms = decision.entry_node, 0.0
+        if self._comes_after(request, decision, now_s):
+            for queued in self.queue.waiting_before(request, decision, now_s):
+                work_ms += queued.prefill_ms if not self._over_threshold(queued.pending.request, node) else 0.0
+        return not work_ms or self.has_room(node, now_s, work_ms)
 
     def _admit_before(self, request: RoutingRequest, decision: Decision, now_s: float) -> bool:
         """Admit a queued request that waits for the same node and comes before this new one. Return whether one did."""
@@ -181,14 +186,14 @@ class Admission:
             return True
         return turns.is_ours(decision.entry_node, request.priority, price.prefill, now_s)
 
-    def has_room(self, node: Node, now_s: float) -> bool:
-        """Return whether little prefill work is left on the node. An idle node always has room."""
-        if not node.inflight:
+    def has_room(self, node: Node, now_s: float, more_ms: float = 0.0) -> bool:
+        """Return whether little prefill work is left on the node, with this much more. An idle node has room."""
+        if not node.inflight and not more_ms:
             return True
         turns = self.turns
         work = node.remaining_work(now_s) if turns is None else turns.work_left(node, now_s)
         # Work in transit keeps no GPU busy, and a distant node has more of it.
-        return work * node.speed.ms_per_token <= self.config.max_node_backlog_ms + node.round_trip_ms
+        return work * node.speed.ms_per_token + more_ms <= self.config.max_node_backlog_ms + node.round_trip_ms
 
     def _queues(self, request: RoutingRequest) -> bool:
         """Return whether the request waits at the router while its node has no room."""
@@ -265,12 +270,8 @@ class Admission:
             self._filling.clear()
 
     def _fill(self, node: Node, now_s: float) -> None:
-        while self.queue.tenants and self.has_room(node, now_s):
-            chosen = self._next_for(node, now_s)
-            if chosen is None:
-                return
-            key, queued, by_guarantee = chosen
-            self._admit(key, queued, by_guarantee, now_s)
+        while self.queue.tenants and self.has_room(node, now_s) and (chosen := self._next_for(node, now_s)):
+            self._admit(*chosen, now_s)
 
     def _admit(self, key: Key, queued: QueuedRequest, by_guarantee: bool, now_s: float) -> None:
         self.queue.charge(key, queued, now_s, by_guarantee)

@@ -321,7 +321,7 @@ class AdmissionQueue:
         tenants = self.waiting_for.get(node)
         if tenants is None:
             return False
-        if self.guarantee.has_turn(node):
+        if self.guarantee.next_overdue(node) is not None:
             return True
         for key in tenants:
             if key[0] > request.priority:
@@ -330,6 +330,28 @@ class AdmissionQueue:
                 if not self._is_before(request, decision, key, head, now_s):
                     return True
         return False
+
+    def waiting_before(self, request: RoutingRequest, decision: Decision, now_s: float) -> Iterator[QueuedRequest]:
+        """Yield the requests that wait for the decision's node and go there before a new one."""
+        node, own_key = decision.entry_node, (request.priority, request.tenant)
+        own_work_ms = self._admitted_work_ms(own_key)
+        overdue = self.guarantee.next_overdue(node)
+        if overdue is not None:
+            yield overdue
+        for key in self.waiting_for.get(node, ()):
+            if key[0] > request.priority:
+                continue
+            tenant = self.tenants[key]
+            work_ms = tenant.work_ms  # it grows with each request that goes
+            for queued in tenant.by_work.all_for(node):
+                if queued is overdue:
+                    continue
+                if key == own_key and self._is_before(request, decision, key, queued, now_s):
+                    continue
+                if key != own_key and key[0] == request.priority and work_ms > own_work_ms:
+                    break
+                work_ms += queued.prefill_ms
+                yield queued
 
     def goes_before(
         self, request: RoutingRequest, decision: Decision, key: Key, queued: QueuedRequest, now_s: float

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 
 from warmroute.fleet.group import Group
@@ -106,6 +106,10 @@ class RequestsByNode:
         on_node = self._by_node.get(node)
         return on_node.first if on_node is not None else None
 
+    def all_for(self, node: Node) -> Iterable[QueuedRequest]:
+        """Return the requests for this node."""
+        return self._by_node.get(node, ())
+
     def first_ones(self, node: Node, count: int) -> list[QueuedRequest]:
         """Return the first requests, then the first ones whose decision is this node: `count` of each."""
         found, on_node = self.all.first_ones(count), self._by_node.get(node)
@@ -177,6 +181,10 @@ class RequestsByWork:
     def heads_for(self, node: Node) -> list[QueuedRequest]:
         """Return the first request for this node: of those that gain credit, and of the others."""
         return [head for head in (self._gaining.head_for(node), self._settled.head_for(node)) if head is not None]
+
+    def all_for(self, node: Node) -> list[QueuedRequest]:
+        """Return the requests for this node: those that gain credit, then the others, the first ones first."""
+        return [*self._gaining.all_for(node), *self._settled.all_for(node)]
 
     def first_ones(self, node: Node, count: int) -> list[QueuedRequest]:
         """Return the first requests, and the first ones whose decision is this node: `count` of each."""
