@@ -6,7 +6,7 @@ from random import Random
 from typing import Any
 
 from warmroute.config import Objective
-from warmroute.replay.planning.recorded_traffic import RecordedRequest
+from warmroute.replay.planning.recorded_request import RecordedRequest
 from warmroute.replay.workloads.workload_prompt import Segments, WorkloadPrompt, segment_id
 from warmroute.scaling.fleet_plan import FleetNode, NodeFigures, OfferedNode, PlanRequest
 

@@ -14,7 +14,8 @@ from recorded_loads import plan_request, recorded
 from warmroute.config import Objective, Scaling, ScalingReplay
 from warmroute.fleet.demand import DemandMeter
 from warmroute.replay.planning import fleet_search
-from warmroute.replay.planning.recorded_traffic import RecordedRequest, Sample
+from warmroute.replay.planning.recorded_request import RecordedRequest
+from warmroute.replay.planning.recorded_traffic import Sample
 from warmroute.scaling.fleet_plan import FleetNode, FleetPlan, PlanRequest, ReplayedFleet
 from warmroute.scaling.offer import OfferKey
 from warmroute.scaling.replay_planner import ReplayPlanner
@@ -58,6 +59,10 @@ class Router:
         self._requests, self._times_ms = requests, [one.at_ms for one in requests]
         self._replay, self._search_s = replay, search_s
         self._ending: tuple[float, FleetPlan, Callable[[FleetPlan | None, str], object]] | None = None
+
+    @property
+    def recorded_s(self) -> float:
+        return self.now_s
 
     def start(self, request: PlanRequest, done: Callable[[FleetPlan | None, str], object]) -> None:
         now_ms, times_ms = 1000.0 * self.now_s, self._times_ms

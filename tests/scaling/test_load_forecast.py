@@ -6,7 +6,8 @@ import msgspec
 import pytest
 from recorded_loads import recorded
 
-from warmroute.replay.planning.recorded_traffic import MAX_CHANCE, RecordedRequest, forecast, recorded_until
+from warmroute.replay.planning.recorded_request import RecordedRequest
+from warmroute.replay.planning.recorded_traffic import MAX_CHANCE, forecast, recorded_until
 
 MINUTES = 30
 
@@ -119,3 +120,10 @@ def test_chance_does_not_count_while_the_load_falls() -> None:
 def test_the_recorded_time_ends_before_requests_that_still_run() -> None:
     assert recorded_until(10_000.0, []) == 10_000.0
     assert recorded_until(10_000.0, [500.0] * 95 + [9000.0] * 5) == 9_500.0
+
+
+def test_a_line_through_a_short_time_says_little_about_later_times() -> None:
+    """Ten seconds say nothing about the load in five minutes."""
+    rising = [RecordedRequest(one.prompt, one.at_ms / 180.0, one.conversation) for one in arrivals(*range(20, 80, 2))]
+    assert forecast(rising, 10_000.0, 300.0).growth == pytest.approx(forecast(rising, 10_000.0, 5.0).growth)
+    assert forecast(rising, 10_000.0, 300.0).growth < 1.8

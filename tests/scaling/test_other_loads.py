@@ -10,7 +10,8 @@ from recorded_loads import NODE, plan_request
 
 from warmroute.replay.planning.fleet_replay import FleetReplay
 from warmroute.replay.planning.other_loads import OtherLoads
-from warmroute.replay.planning.recorded_traffic import RecordedRequest, Sample, thinned
+from warmroute.replay.planning.recorded_request import RecordedRequest
+from warmroute.replay.planning.recorded_traffic import Sample, thinned
 from warmroute.replay.workloads.workload_prompt import Segments, WorkloadPrompt, segment_id
 from warmroute.scaling.fleet_plan import NodeFigures
 

@@ -85,7 +85,7 @@ class ScalingReplay(Section, frozen=True):
     ] = 300.0
     window_s: Annotated[Seconds, Meta(description="How much of the recent traffic is replayed.")] = 1800.0
     max_requests: Annotated[int, Meta(ge=100, le=100_000, description="Maximum number of requests in one replay.")] = (
-        1500
+        4000
     )
     margin: Annotated[
         float,

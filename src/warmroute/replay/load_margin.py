@@ -9,7 +9,8 @@ from zlib import crc32
 import msgspec
 
 from warmroute.config import ScalingReplay
-from warmroute.replay.planning.recorded_traffic import MAX_CHANCE, RecordedRequest, chance_of
+from warmroute.replay.planning.recorded_request import RecordedRequest
+from warmroute.replay.planning.recorded_traffic import MAX_CHANCE, chance_of
 from warmroute.replay.run import Setup
 from warmroute.replay.workloads.arrivals import with_follow_ups
 from warmroute.replay.workloads.catalog import Trace

@@ -8,20 +8,29 @@ has to hold RISING times the load to remove nodes.
 
 If the current fleet does not meet the objective, the search doubles the number of added nodes of each offer until it
 does, then bisects, and takes the cheapest result. If three times the fleet is hardly better, none meets the objective:
-then the plan is the smallest fleet that comes within CLOSE of the best. If the current fleet meets it, the search
-removes nodes: 1, 2, then 4.
+then the plan is the smallest fleet that comes within CLOSE of the best. The next searches go by this, and check with
+three times the fleet whether it is still so. If the current fleet meets it, the search
+removes nodes: 1, 2, 4, 8, …
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from math import ceil
 from typing import Final
 
 import msgspec
 
 from warmroute.replay.planning.fleet_replay import FleetReplay, simulated_nodes
-from warmroute.replay.planning.recorded_traffic import Forecast, RecordedRequest, Sample, forecast, thinned
+from warmroute.replay.planning.recorded_request import RecordedRequest
+from warmroute.replay.planning.recorded_traffic import (
+    MIN_MEASURED_SHARE,
+    Forecast,
+    Sample,
+    forecast,
+    thinned,
+)
 from warmroute.scaling.fleet_plan import (
     MIN_REQUESTS,
     FleetNode,
@@ -44,9 +53,11 @@ CLEARLY_MET: Final = 0.7
 CLEARLY_MISSED: Final = 1.4
 """Excess, relative to the target, of replays that need not be repeated with about the same load."""
 RISING: Final = 1.5
-MAX_SPARE: Final = 4
+MIN_SIMULATED: Final = 0.75
+"""Of a simulated node: a fleet for which the sample has less work is not replayed, unless it is one node smaller."""
 MAX_SAMPLES: Final = 5
-"""Attempts to find a sample that is small enough."""
+"""Attempts to find a sample that is small enough, and not much smaller."""
+NEARLY: Final = 0.9
 SPARE_EXCESS: Final = 0.85
 """What is left of the fleet has to stay below this fraction of the objective, so that noise does not remove a node that
 the next search adds again."""
@@ -68,33 +79,68 @@ def plan_fleet(
             skipped=too_little_traffic(len(recorded)),
         )
     sample, expected = _sample(request, recorded, until_ms)
-    if len(sample.requests) - sample.warm_up < MIN_MEASURED:
-        return FleetPlan(
-            nodes=nodes, recorded=len(recorded), skipped="replay has too little traffic of the last minutes"
-        )
-    search = _Search(request, FleetReplay(request, sample, pause), expected, cpu_s)
+    smallest = _smallest_fleet(nodes, sample.share)
+    if _is_too_short(sample, recorded, until_ms):
+        sample, expected = _sample(request, recorded, until_ms, may_remove=False)
+        smallest = nodes
+    skipped = _why_skipped(request, recorded, until_ms, sample)
+    if skipped:
+        return FleetPlan(nodes=nodes, recorded=len(recorded), skipped=skipped)
+    search = _Search(request, FleetReplay(request, sample, pause), expected, smallest, cpu_s)
     plan = search.run()
     plan.recorded, plan.measured_s, plan.arrivals_per_s = len(recorded), sample.measured_s, sample.arrivals_per_s
     return plan
 
 
+def _why_skipped(
+    request: PlanRequest, recorded: Sequence[RecordedRequest], until_ms: float, sample: Sample
+) -> str:  # fmt: skip
+    """Return why the sample says too little; an empty string if it does not."""
+    if _is_too_short(sample, recorded, until_ms):
+        recorded_s = (until_ms - recorded[0].at_ms) / 1000.0
+        return (
+            f"replay has too much traffic: {request.max_requests} requests (scaling.replay.max_requests) cover "
+            f"{sample.measured_s:.0f} s of one node, at least {MIN_MEASURED_SHARE * recorded_s:.0f} s are needed"
+        )
+    if len(sample.requests) - sample.warm_up < MIN_MEASURED:
+        return "replay has too little traffic of the last minutes"
+    return ""
+
+
+def _is_too_short(sample: Sample, recorded: Sequence[RecordedRequest], until_ms: float) -> bool:
+    recorded_s = (until_ms - recorded[0].at_ms) / 1000.0
+    return sample.requests is not recorded and sample.measured_s < MIN_MEASURED_SHARE * recorded_s
+
+
 def _sample(
-    request: PlanRequest, recorded: Sequence[RecordedRequest], until_ms: float
-) -> tuple[Sample, Forecast]:  # fmt: skip
+    request: PlanRequest, recorded: Sequence[RecordedRequest], until_ms: float, *, may_remove: bool = True
+) -> tuple[Sample, Forecast]:
     """Return a sample, and the load to expect relative to it. The sample has so few requests that a replay with the
-    highest load has at most `max_requests`."""
+    highest load has at most `max_requests`. `may_remove`: whether smaller fleets are replayed, with more load."""
     nodes, most = max(1, len(request.nodes)), float(request.max_requests)
     expected = forecast(recorded, until_ms, request.lead_s, request.share)
-    highest = _highest_load(expected, request.margin)
+    highest = _highest_load(expected, request.margin, may_remove)
+    found: tuple[Sample, Forecast] | None = None
     for _ in range(MAX_SAMPLES):
         sample = thinned(recorded, until_ms, nodes, request.share, max(1, int(most / highest)))
         expected = forecast(recorded, until_ms, request.lead_s, request.share, sample.from_ms)
-        sizes = range(max(1, nodes - MAX_SPARE), 2 * nodes + 1)
+        sizes = range(_smallest_fleet(nodes, sample.share) if may_remove else nodes, 2 * nodes + 1)
         rounded_up = max(simulated_nodes(size, sample.share) / (size * sample.share) for size in sizes)
-        highest = _highest_load(expected, request.margin) * rounded_up
-        if len(sample.requests) * highest <= most:
-            break
-    return sample, expected
+        assumed, highest = highest, _highest_load(expected, request.margin, may_remove) * rounded_up
+        if len(sample.requests) * highest > most:
+            continue
+        if found is None or sample.measured_s > found[0].measured_s:
+            found = sample, expected
+        if sample.requests is recorded or highest > NEARLY * assumed:
+            break  # there is hardly room for more
+    return found or (sample, expected)
+
+
+def _smallest_fleet(nodes: int, share: float) -> int:
+    """Return how small a fleet may be for this sample. If the sample has work for one node of it, a fleet of half the
+    size has one simulated node with twice the requests. Later searches, with a sample for what is left then, go on."""
+    least = MIN_SIMULATED * min(1.0, nodes * share)
+    return max(1, min(nodes - 1, ceil(least / share)))
 
 
 def _load_to_remove(expected: Forecast, margin: float) -> float:
@@ -102,17 +148,19 @@ def _load_to_remove(expected: Forecast, margin: float) -> float:
     return expected.growth * (1.0 + margin + max(margin, expected.chance)) * (RISING if expected.rises else 1.0)
 
 
-def _highest_load(expected: Forecast, margin: float) -> float:
-    return max(1.0, _load_to_remove(expected, margin))
+def _highest_load(expected: Forecast, margin: float, may_remove: bool) -> float:
+    to_add = expected.growth * (1.0 + margin + expected.chance)
+    return max(1.0, _load_to_remove(expected, margin) if may_remove else to_add)
 
 
 class _Search:
     def __init__(
-        self, request: PlanRequest, replay: FleetReplay, expected: Forecast, cpu_s: Callable[[], float]
+        self, request: PlanRequest, replay: FleetReplay, expected: Forecast, smallest: int, cpu_s: Callable[[], float]
     ) -> None:
         self._request = request
         self._replay = replay
         self._expected = expected
+        self._smallest = smallest
         self._cpu_s = cpu_s
         self._start_s = cpu_s()
         self._fleets: list[ReplayedFleet] = []
@@ -129,6 +177,8 @@ class _Search:
         plan = FleetPlan(nodes=len(nodes), growth=growth, chance=chance, margin=margin)
         up = plan.load
         current = self._run(nodes, up) if nodes else None
+        if self._target > 1.0 and current is not None:
+            self._check_target(current, up)
         if current is None or current.excess > self._target:
             chosen = self._cheapest_addition(current, up)
             if chosen is not None:
@@ -169,6 +219,19 @@ class _Search:
             if (is_met and was_more) or (one.excess > CLEARLY_MISSED * self._target and was_less):
                 return one
         return None
+
+    def _check_target(self, current: ReplayedFleet, load: float) -> None:
+        """An earlier search found that no fleet meets the objective. Forget it if one does now, or comes much closer:
+        the traffic may have changed since."""
+        offer = next((one for one in self._request.offers if one.most >= 1), None)
+        best = current
+        if current.excess > 1.0 and offer is not None:
+            nodes = self._request.nodes
+            best = self._run((*nodes, *[offer.node] * min(offer.most, 2 * len(nodes))), load, offer)
+        if best.excess <= 1.0:
+            self._target = 1.0
+        elif CLOSE * best.excess < SPARE_EXCESS * self._target:
+            self._target = CLOSE * best.excess
 
     def _cheapest_addition(self, current: ReplayedFleet | None, load: float) -> ReplayedFleet | None:
         best: ReplayedFleet | None = None
@@ -229,13 +292,12 @@ class _Search:
     def _spare(self, load: float) -> int:
         """Return how many nodes the fleet could do without."""
         request, spare = self._request, 0
-        most = min(MAX_SPARE, request.removable, len(request.nodes) - 1)
-        for removed in (1, 2, MAX_SPARE):
-            if removed > most or self._late:
-                break
+        most = min(request.removable, len(request.nodes) - self._smallest)
+        removed = 1
+        while removed <= most and not self._late:
             if self._run(request.nodes[:-removed], load).excess > SPARE_EXCESS * self._target:
                 break
-            spare = removed
+            spare, removed = removed, 2 * removed
         return spare
 
     def _larger(self, plan: FleetPlan, load: float) -> ReplayedFleet | None:

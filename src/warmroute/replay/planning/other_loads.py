@@ -8,7 +8,8 @@ system prompt, the copies share, too. Less load leaves conversations out.
 Turns that would come before or after the recorded time come at its other end instead, so that every part of it gets as
 much more. What nobody has cached comes where it did: when a conversation begins, and at the beginning of the recorded
 time, which is not measured. So turns that go to the beginning are those of another conversation, and turns that go to
-the end repeat what their own conversation has cached.
+the end repeat what their own conversation has cached. In a sample that begins with a cut (time_cut.py), all of this
+happens after the cut: what fills the caches before it keeps its time.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from typing import Final
 import msgspec
 
 from warmroute.fake_engine.core.block_content import BlockContent, mix64
-from warmroute.replay.planning.recorded_traffic import RecordedRequest, Sample
+from warmroute.replay.planning.recorded_request import RecordedRequest
+from warmroute.replay.planning.recorded_traffic import Sample
 from warmroute.replay.workloads.workload_prompt import Blocks, WorkloadPrompt
 
 MAX_SHIFT: Final = 1 / 6
@@ -70,15 +72,18 @@ class OtherLoads:
             return []
         if self._shared is None:
             self._shared = _shared_blocks(self._sample.requests, self._block_size)
-        first_ms, until_ms = self._sample.requests[0].at_ms, self._sample.until_ms
+        first_ms, until_ms = self._sample.complete_from_ms, self._sample.until_ms
         chance = mix64(turns[0].conversation, 2 + number) % _HASHES / _HASHES
         span_ms = until_ms - first_ms
         shift_ms = (2.0 * chance - 1.0) * MAX_SHIFT * span_ms
-        if turns[-1].at_ms + shift_ms < first_ms:  # all of them would go to the end
+        if first_ms <= turns[-1].at_ms < first_ms - shift_ms:  # all of them would go to the end
             shift_ms = -shift_ms
         copies = []
         for one in turns:
-            rounds, at_ms = divmod(one.at_ms + shift_ms - first_ms, span_ms) if span_ms > 0 else (0.0, 0.0)
+            if one.at_ms < first_ms:
+                rounds, at_ms = 0.0, one.at_ms - first_ms
+            else:
+                rounds, at_ms = divmod(one.at_ms + shift_ms - first_ms, span_ms) if span_ms > 0 else (0.0, 0.0)
             copy = 2 * number + (rounds > 0)
             prompt = msgspec.structs.replace(
                 one.prompt,

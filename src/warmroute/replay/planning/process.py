@@ -18,7 +18,8 @@ import msgspec
 
 from warmroute.capture.trace_row import TraceRow
 from warmroute.replay.planning.fleet_search import plan_fleet
-from warmroute.replay.planning.recorded_traffic import RecordedRequest, recorded_until
+from warmroute.replay.planning.recorded_request import RecordedRequest
+from warmroute.replay.planning.recorded_traffic import recorded_until
 from warmroute.replay.workloads.text_lengths import text_lengths
 from warmroute.replay.workloads.trace import prompts_of
 from warmroute.scaling.planning_process import PlanningTask

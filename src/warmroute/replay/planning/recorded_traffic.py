@@ -6,6 +6,10 @@ A router with much traffic replays a part of it on a part of the fleet: the conv
 threshold. Whole conversations are kept or left out, so caches work as in the whole. For k nodes and a sample with the
 fraction f of all requests, round(k · f) nodes are simulated, and the load is scaled so that each simulated node gets as
 many requests as a real one (other_loads.py).
+
+The sample has work for at least MIN_SIMULATED_NODES nodes if it can. If that is still too many requests, it has only
+the last part of the recorded time, with caches as warm as they were (time_cut.py). If less than MIN_MEASURED_SHARE of
+the recorded time could be measured, it has work for fewer nodes, at last for one.
 """
 
 from __future__ import annotations
@@ -16,15 +20,23 @@ from typing import Final
 import msgspec
 
 from warmroute.fake_engine.core.block_content import mix64
-from warmroute.replay.workloads.workload_prompt import WorkloadPrompt
+from warmroute.replay.planning.recorded_request import RecordedRequest
+from warmroute.replay.planning.time_cut import cut
 from warmroute.scaling.fleet_plan import RECENT_SHARE
 
 MEASURED_SHARE: Final = 0.6
-MIN_SIMULATED_NODES: Final = 4
-"""The sample has work for at least this many nodes: a small fleet queues more than a large one."""
+MEASURED_AFTER_CUT: Final = 0.8
+"""Likewise, of the time after a cut: caches are warm there, and only queues have to build up."""
+MIN_MEASURED_SHARE: Final = 0.2
+"""A shorter part of the recorded time says too little: answers may take minutes, and chance makes the load uneven."""
+MIN_SIMULATED_NODES: Final = (4, 3, 2, 1)
+"""The sample has work for as many nodes, or for fewer if it would be too short: a small fleet queues more than a large
+one."""
 TREND_SPANS: Final = 10
 TREND_ERRORS: Final = 1.0
 """A trend counts minus this many standard errors, so that noise is no trend."""
+MAX_LEAD_SHARE: Final = 0.5
+"""Of the recorded time: a line through it says nothing about later times."""
 MAX_GROWTH: Final = 2.0
 MAX_CHANCE: Final = 0.3
 MIN_KEPT: Final = 50
@@ -32,13 +44,6 @@ MIN_KEPT: Final = 50
 ENDED_SHARE: Final = 0.9
 """The recorded traffic ends where this fraction of the requests had ended when it was recorded."""
 _HASHES: Final = 1 << 64
-
-
-class RecordedRequest(msgspec.Struct, gc=False):
-    prompt: WorkloadPrompt
-    at_ms: float
-    conversation: int
-    """The same number for all turns of a conversation."""
 
 
 class Sample(msgspec.Struct, kw_only=True):
@@ -50,6 +55,8 @@ class Sample(msgspec.Struct, kw_only=True):
     """The fraction of all requests of the fleet that it has, in the measured part."""
     warm_up: int
     """Requests before the measured part."""
+    complete_from_ms: float
+    """From here on it has all requests of its conversations. Before, those that fill the caches."""
     from_ms: float
     """The measured part begins."""
     until_ms: float
@@ -68,15 +75,41 @@ def recorded_until(now_ms: float, durations_ms: Sequence[float]) -> float:
 def thinned(requests: Sequence[RecordedRequest], until_ms: float, nodes: int, share: float, most: int) -> Sample:
     """Return a sample of at most `most` requests for a fleet of about `nodes` nodes. `until_ms`: the end of the
     recorded time. `share`: the fraction of the fleet's requests that was recorded."""
-    kept = requests
-    if len(requests) > most:
-        fraction = max(most / len(requests), min(1.0, MIN_SIMULATED_NODES / max(1.0, nodes * share)))
-        if fraction < 1.0:
-            chosen = [one for one in requests if mix64(one.conversation, 1) % _HASHES < fraction * _HASHES]
-            if len(chosen) >= min(most, MIN_KEPT):  # else a few long conversations make up most of the traffic
-                kept = chosen
-    kept = kept[-most:]
-    from_ms = until_ms - MEASURED_SHARE * (until_ms - kept[0].at_ms)
+    first_ms = requests[0].at_ms
+    if len(requests) <= most:
+        return _sample(requests, requests, until_ms, share, first_ms)
+    least_s = MIN_MEASURED_SHARE * (until_ms - first_ms) / 1000.0
+    longest: Sample | None = None
+    for simulated in MIN_SIMULATED_NODES:
+        kept = _some_conversations(requests, most, simulated / max(1.0, nodes * share))
+        complete_from_ms = kept[0].at_ms
+        if len(kept) > most:
+            kept, complete_from_ms = cut(kept, most)
+        sample = _sample(kept, requests, until_ms, share, complete_from_ms)
+        if longest is None or sample.measured_s > longest.measured_s:
+            longest = sample
+        if sample.measured_s >= least_s:
+            break
+    assert longest is not None
+    return longest
+
+
+def _some_conversations(requests: Sequence[RecordedRequest], most: int, least: float) -> Sequence[RecordedRequest]:
+    """Return the requests of at least the fraction `least` of the conversations, else of as many as make `most`."""
+    fraction = max(most / len(requests), min(1.0, least))
+    if fraction >= 1.0:
+        return requests
+    chosen = [one for one in requests if mix64(one.conversation, 1) % _HASHES < fraction * _HASHES]
+    # Otherwise a few long conversations make up most of the traffic.
+    return chosen if len(chosen) >= min(most, MIN_KEPT) else requests
+
+
+def _sample(
+    kept: Sequence[RecordedRequest], requests: Sequence[RecordedRequest], until_ms: float, share: float,
+    complete_from_ms: float,
+) -> Sample:  # fmt: skip
+    is_cut = complete_from_ms > kept[0].at_ms
+    from_ms = until_ms - (MEASURED_AFTER_CUT if is_cut else MEASURED_SHARE) * (until_ms - complete_from_ms)
     warm_up = sum(one.at_ms < from_ms for one in kept)
     measured_s = max(1e-3, (until_ms - from_ms) / 1000.0)
     tokens = sum(one.prompt.prompt_tokens + one.prompt.output_tokens for one in kept[warm_up:])
@@ -86,6 +119,7 @@ def thinned(requests: Sequence[RecordedRequest], until_ms: float, nodes: int, sh
         requests=kept,
         share=share,
         warm_up=warm_up,
+        complete_from_ms=complete_from_ms,
         from_ms=from_ms,
         until_ms=until_ms,
         measured_s=measured_s,
@@ -175,5 +209,5 @@ def _line(requests: Sequence[RecordedRequest], until_ms: float, lead_s: float) -
     certain = max(0.0, slope - error) if slope > 0 else min(0.0, slope + error)
     measured = TREND_SPANS * (1.0 - MEASURED_SHARE / 2) - 0.5  # the middle of the measured part
     level = mean + certain * (measured - middle)
-    ahead = TREND_SPANS - 0.5 + lead_s * 1000.0 / span_ms - measured
+    ahead = TREND_SPANS - 0.5 + min(lead_s * 1000.0 / span_ms, MAX_LEAD_SHARE * TREND_SPANS) - measured
     return 1.0 + certain * ahead / level if level > 0 else 1.0
