@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+import pytest
 from fleet_views import offer, view
 
-from warmroute.config import IslandLimits, Scaling
+from warmroute.config import IslandLimits, Objective, Scaling
 from warmroute.scaling.fleet_observer import FleetView
 from warmroute.scaling.fleet_plan import FleetPlan, ReplayedFleet
 from warmroute.scaling.offer_selection import OfferSelector
@@ -57,6 +58,16 @@ def test_the_decision_says_which_load_it_assumed() -> None:
     assert Decisions().decide(steady(), wanted).reasons[1] == (
         "replayed with 138% of the recorded load: 120% expected when a new node serves, margin 10%, chance 5%"
     )
+
+
+def test_a_plan_names_the_fleet_that_was_replayed_if_the_wanted_one_was_not() -> None:
+    """Earlier plans wanted five nodes; this search replayed four, and they are enough."""
+    replayed = (*fleets(0.5, smallest=8), *fleets(0.6, smallest=7), *fleets(0.7, smallest=6), *fleets(0.9, smallest=4))
+    assert plan(nodes=8, spare=3, fleets=replayed).explain(Scaling().objective) == (
+        "5 nodes, which earlier plans wanted and this search did not replay; 4 nodes: TTFT p90 900 ms (objective 2 s)"
+    )
+    larger = plan(nodes=8, spare=3, fleets=fleets(0.7, 0.6, 0.5, smallest=6)).explain(Scaling().objective)
+    assert larger.startswith("5 nodes, which earlier plans wanted and this search did not replay; 6 nodes: TTFT p90")
 
 
 def test_an_offer_that_is_not_available_any_more_is_replaced() -> None:
@@ -129,6 +140,25 @@ def test_no_node_is_removed_while_the_objective_is_missed() -> None:
     for now_s in range(0, 200, 5):
         seen = steady(float(now_s), stable={"ttft_p90_ms": 2500.0})
         assert not decisions.decide(seen, plan(spare=2)).removals
+
+
+@pytest.mark.parametrize(
+    ("objective", "missed", "met"),
+    [
+        (
+            Objective(ttft_p90_ms=0.0, inter_token_p90_ms=50.0),
+            {"inter_token_p90_ms": 80.0, "inter_token_samples": 60},
+            {"inter_token_p90_ms": 40.0, "inter_token_samples": 60},
+        ),
+        (Objective(ttft_p90_ms=0.0, min_good_ratio=0.95), {"good_ratio": 0.9}, {"good_ratio": 0.97}),
+    ],
+)
+def test_every_limit_of_the_objective_keeps_nodes_while_it_is_missed(
+    objective: Objective, missed: dict[str, Any], met: dict[str, Any]
+) -> None:
+    for stable, removed in ((missed, 0), (met, 2)):
+        decisions = Decisions(objective=objective)
+        assert len(decisions.decide(steady(stable=stable), plan(spare=2)).removals) == removed
 
 
 def test_a_burst_adds_nodes_at_once_in_proportion() -> None:

@@ -25,7 +25,7 @@ class Runner:
     """Answers a search when the test says so."""
 
     def __init__(self) -> None:
-        self.recorded = 1000
+        self.recorded, self.recorded_s = 1000, 1000.0
         self.requests: list[PlanRequest] = []
         self.done: Callable[[FleetPlan | None, str], object]
 
@@ -142,6 +142,32 @@ def test_no_search_starts_before_there_is_enough_traffic(planning: Planning) -> 
     assert len(planning.runner.requests) == 1
 
 
+def test_no_search_starts_before_minutes_are_recorded(planning: Planning) -> None:
+    """Many requests of a few seconds would be replayed on empty caches."""
+    planning.runner.recorded, planning.runner.recorded_s = 5000, 12.0
+    planning.turn()
+    assert not planning.runner.requests
+    assert planning.planner.problem == "replay has too little traffic: 12 of 300 s"
+    planning.runner.recorded_s = 300.0
+    planning.turn()
+    assert len(planning.runner.requests) == 1
+    short = Planning(Scaling(enabled=True, replay=ScalingReplay(interval_s=INTERVAL_S, window_s=120.0)))
+    short.runner.recorded_s = 60.0
+    short.turn()
+    assert len(short.runner.requests) == 1
+
+
+def test_a_search_for_an_earlier_objective_does_not_count(planning: Planning) -> None:
+    planning.turn()
+    planning.planner.reconfigure(msgspec.structs.replace(CONFIG, objective=Objective(ttft_p90_ms=500.0)))
+    fleet = ReplayedFleet(nodes=4, usd_per_hour=8.0, arrivals_per_s=3.0, excess=0.4)
+    planning.runner.done(FleetPlan(nodes=4, recorded=1000, fleets=(fleet,), measured_s=60.0), "")
+    assert planning.plan is None
+    planning.planner.turn(planning.now_s + 1.0, 4, lambda: plan_request(4))
+    assert len(planning.runner.requests) == 2, "the next search starts at once"
+    assert not planning.runner.requests[-1].known
+
+
 def test_a_search_without_a_result_leaves_the_decision_to_thresholds(planning: Planning) -> None:
     planning.search(skipped="replay has too little traffic: 12 of 100 requests")
     assert planning.plan is None
@@ -163,10 +189,11 @@ def test_a_failure_is_logged_once_and_the_last_plan_counts_until_it_is_old(
     assert caplog.text.count("scaling_replay_recovered") == 1
 
 
-def test_a_fleet_that_cannot_be_replayed_is_left_to_thresholds(planning: Planning) -> None:
-    def refuse() -> PlanRequest:
-        raise CannotPlan("the speed of no node is known yet")
+def refuse() -> PlanRequest:
+    raise CannotPlan("the speed of no node is known yet")
 
+
+def test_a_fleet_that_cannot_be_replayed_is_left_to_thresholds(planning: Planning) -> None:
     planning.search()
     planning.planner.turn(planning.now_s + INTERVAL_S, 4, refuse)
     assert planning.plan is None
@@ -291,8 +318,32 @@ def test_the_first_plans_make_no_node_spare(planning: Planning) -> None:
 
 def test_searches_that_take_long_make_nodes_spare_too(planning: Planning) -> None:
     assert spared(planning, spare=1) == 0
-    planning.now_s += 5 * INTERVAL_S
+    planning.now_s += 2.5 * INTERVAL_S
     assert spared(planning, spare=1) == 1
+
+
+def test_plans_of_before_a_gap_make_no_node_spare(planning: Planning) -> None:
+    """After a night, or while another router led, one old plan and one new plan are no agreement."""
+    for gap in ("skipped", "little traffic", "cannot plan", "time", "another leader"):
+        for _ in range(5):
+            before = spared(planning, spare=1)
+        assert before == 1, gap
+        if gap == "skipped":
+            for _ in range(4):
+                planning.search(skipped="replay has too little traffic of the last minutes")
+        elif gap == "little traffic":
+            planning.runner.recorded = 12
+            for _ in range(4):
+                planning.turn()
+            planning.runner.recorded = 1000
+        elif gap == "cannot plan":
+            planning.now_s += INTERVAL_S
+            planning.planner.turn(planning.now_s, 4, refuse)
+        elif gap == "time":
+            planning.now_s += 6 * INTERVAL_S
+        else:
+            planning.planner.forget()
+        assert [spared(planning, spare=1) for _ in range(4)] == [0, 0, 0, 1], gap
 
 
 def test_a_search_without_a_result_makes_no_node_spare(planning: Planning) -> None:

@@ -116,6 +116,8 @@ class ControllerLoop:
             self.leading = leading
             sentence = "This process scales the fleet." if leading else "Another process scales the fleet."
             log.info("scaling_leader_changed", sentence, leading=leading)
+            if self.autoscaler.planner is not None:
+                self.autoscaler.planner.forget()
             if self._lease is not None:
                 self._take_over(self._lease) if leading else self._step_down()
             self._on_leader_change()

@@ -166,10 +166,13 @@ class FleetPlan(msgspec.Struct, kw_only=True):
         """Return why this is the size that the fleet should have."""
         if self.skipped:
             return self.skipped
-        chosen = self.fleet(self.desired_nodes) or self.fleet(self.nodes)
+        desired = self.desired_nodes
+        chosen = self.fleet(desired) or self._nearest(desired)
         if chosen is None:
             return ""
         parts = [f"{self._named(chosen)}: {describe(chosen, objective, with_limit=True)}"]
+        if chosen.nodes != desired:
+            parts.insert(0, f"{count_of_nodes(desired)}, which earlier plans wanted and this search did not replay")
         smaller = self.fleet(chosen.nodes - 1)
         if smaller is not None:
             parts.append(f"{self._named(smaller)}: {describe(smaller, objective)}")
@@ -180,6 +183,15 @@ class FleetPlan(msgspec.Struct, kw_only=True):
         elif chosen.excess > 1.0:
             parts.append("the limits allow no fleet that meets the objective")
         return "; ".join(parts)
+
+    def _nearest(self, nodes: int) -> ReplayedFleet | None:
+        """Return the largest smaller fleet that was replayed and met the target, so that this many nodes do, too; else
+        the smallest larger one."""
+        smaller = [one for one in self.fleets if one.nodes < nodes and one.excess <= self.target_excess]
+        larger = [one for one in self.fleets if one.nodes > nodes]
+        return max(smaller, key=lambda one: one.nodes, default=None) or min(
+            larger, key=lambda one: one.nodes, default=None
+        )
 
     def _named(self, fleet: ReplayedFleet) -> str:
         """Return the number of nodes, and the load if it is not that of the plan: to remove a node the rest has to hold
@@ -192,8 +204,10 @@ def _same(load: float, other: float) -> bool:
     return abs(load - other) <= SAME_LOAD * max(load, other)
 
 
-def too_little_traffic(recorded: int) -> str:
-    return f"replay has too little traffic: {recorded} of {MIN_REQUESTS} requests"
+def too_little_traffic(recorded: int, recorded_s: float = 0.0, least_s: float = 0.0) -> str:
+    if recorded < MIN_REQUESTS:
+        return f"replay has too little traffic: {recorded} of {MIN_REQUESTS} requests"
+    return f"replay has too little traffic: {recorded_s:.0f} of {least_s:.0f} s"
 
 
 def excess(

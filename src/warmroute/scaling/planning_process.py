@@ -69,6 +69,10 @@ class PlanningProcess:
         return len(self._traffic)
 
     @property
+    def recorded_s(self) -> float:
+        return self._traffic.recorded_s
+
+    @property
     def pid(self) -> int | None:
         """The running search; None if there is none."""
         return self._process.pid if self._process is not None else None

@@ -126,6 +126,15 @@ class RecentTraffic:
     def __len__(self) -> int:
         return len(self._lines)
 
+    @property
+    def recorded_s(self) -> float:
+        """Time since the first of the lines' requests arrived."""
+        try:
+            first_ms = self._lines[0].at_ms
+        except IndexError:
+            return 0.0
+        return min(self.window_s, max(0.0, self._now_ms() - first_ms) / 1000.0)
+
     def snapshot(self) -> tuple[list[RecentLine], float, float]:
         """Return the lines, the share of the conversations, and the time now, in the lines' own time. It takes one copy
         of a list, because the event loop waits meanwhile: `framed` leaves out lines beyond the share and the window."""

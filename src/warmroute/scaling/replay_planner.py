@@ -1,12 +1,13 @@
 """Scaling by replay: when a search starts, how long its plan counts, and whether its predictions can be trusted.
 
-A search starts every `scaling.replay.interval_s`, if the last one has ended and there is enough recorded traffic, and
-earlier if more requests arrive than the last plan allows for, margin and chance included. Its plan counts for
-MAX_AGE_INTERVALS intervals. Nodes are spare that no plan wanted for as long as arrivals count as those of now. Now and
-then the search also replays the traffic as it was on the fleet as it is, and the planner compares the predicted TTFT
-and time between tokens with the observed ones. If one of those that the objective limits differs by more than
-MAX_ERROR several times in a row, the autoscaler goes by thresholds until they agree again. So it does without a
-plan: at the start, with little traffic, or if the searching process fails.
+A search starts every `scaling.replay.interval_s`, if the last one has ended and there is enough recorded traffic (100
+requests, and MIN_RECORDED_S of time), and earlier if more requests arrive than the last plan allows for, margin and
+chance included. Its plan counts for MAX_AGE_INTERVALS intervals. Nodes are spare that no plan wanted for as long as
+arrivals count as those of now, without a gap between the plans. Now and then the search also replays the traffic as it
+was on the fleet as it is, and the planner compares the predicted TTFT and time between tokens with the observed ones.
+If one of those that the objective limits differs by more than MAX_ERROR several times in a row, the autoscaler goes by
+thresholds until they agree again. So it does without a plan: at the start, with little traffic, or if the searching
+process fails.
 """
 
 from __future__ import annotations
@@ -36,6 +37,11 @@ from warmroute.scaling.plan_request import MIN_INTERVALS, CannotPlan
 log = EventLog("warmroute.scaling")
 
 MAX_AGE_INTERVALS: Final = 4.0
+MIN_RECORDED_S: Final = 300.0
+"""Of less time, a replay begins with empty caches that the nodes do not have, and a line through the arrivals is
+noise."""
+MIN_RECORDED_SHARE: Final = 0.5
+"""Of a short `window_s`, this fraction is enough."""
 PREDICT_EVERY: Final = 3
 """One search in this many also predicts the current fleet's TTFT, and says what a larger fleet would save."""
 MAX_ERROR: Final = 2.0
@@ -68,6 +74,10 @@ class PlanRunner(Protocol):
     @property
     def recorded(self) -> int:
         """Number of requests in the recorded traffic."""
+
+    @property
+    def recorded_s(self) -> float:
+        """Time since the first of them arrived."""
 
     def start(self, request: PlanRequest, done: Callable[[FleetPlan | None, str], object]) -> None:
         """Call `done` with the plan, or with None and the reason."""
@@ -109,6 +119,8 @@ class ReplayPlanner:
         """When the traffic of the plan was recorded."""
         self._started_s = float("-inf")
         self._running = False
+        self._generation = 0
+        """Counts changes of the objective and of `[scaling.replay]`: what a search began with before does not count."""
         self._readings: deque[_Reading] = deque()
         self._known: deque[tuple[float, ReplayedFleet]] = deque()
         """Replays of the last minutes, each with the time of its search."""
@@ -128,10 +140,19 @@ class ReplayPlanner:
         """Use a changed configuration. What was found for another objective does not count any more."""
         before, self.config = self.config, config
         if (before.objective, before.replay) != (config.objective, config.replay):
-            self._known.clear()
-            self._desired.clear()
-            self._plan = None
-            self._started_s = self._unreachable_s = float("-inf")
+            self.forget()
+
+    def forget(self) -> None:
+        """Begin again: what was found before, and what a running search finds, does not count any more."""
+        self._generation += 1
+        self._known.clear()
+        self._forget_plan()
+        self._started_s = self._unreachable_s = float("-inf")
+
+    def _forget_plan(self, problem: str = "") -> None:
+        """There is no plan any more, and earlier ones do not agree with the next one: other things happened between."""
+        self.problem, self._plan = problem or self.problem, None
+        self._desired.clear()
 
     def plan(self, now_s: float) -> FleetPlan | None:
         """Return the plan that counts, or None: then thresholds decide."""
@@ -154,9 +175,10 @@ class ReplayPlanner:
         grows = self._grows(now_s)
         if self._running or now_s - self._started_s < replay.interval_s * (MIN_INTERVALS if grows else 1.0):
             return
-        recorded = self._runner.recorded
-        if recorded < MIN_REQUESTS:
-            self.problem, self._plan = too_little_traffic(recorded), None
+        recorded, recorded_s = self._runner.recorded, self._runner.recorded_s
+        least_s = min(MIN_RECORDED_S, MIN_RECORDED_SHARE * replay.window_s)
+        if recorded < MIN_REQUESTS or recorded_s < least_s:
+            self._forget_plan(too_little_traffic(recorded, recorded_s, least_s))
             return
         self._started_s = now_s
         readings = self._readings
@@ -168,7 +190,7 @@ class ReplayPlanner:
         try:
             request = create_request()
         except CannotPlan as reason:
-            self.problem, self._plan = f"no replay: {reason}", None
+            self._forget_plan(f"no replay: {reason}")
             return
         request.share = self._share()
         while self._known and self._known[0][0] < now_s - KNOWN_S:
@@ -178,7 +200,8 @@ class ReplayPlanner:
         if self._plan is not None and now_s - self._unreachable_s < TARGET_AGE_S:
             request.target_excess = self._plan.target_excess
         self._running = True
-        self._runner.start(request, lambda plan, reason: self._ended(plan, reason, now_s))
+        generation = self._generation
+        self._runner.start(request, lambda plan, reason: self._ended(plan, reason, now_s, generation))
 
     def _grows(self, now_s: float) -> bool:
         """Return whether more requests arrive than the last plan allows for: margin and chance included."""
@@ -206,8 +229,10 @@ class ReplayPlanner:
             own, everyone = own - oldest.own, everyone - oldest.everyone
         return min(1.0, max(0.01, own / everyone)) if everyone >= 1.0 else 1.0
 
-    def _ended(self, plan: FleetPlan | None, reason: str, started_s: float) -> None:
+    def _ended(self, plan: FleetPlan | None, reason: str, started_s: float, generation: int) -> None:
         self._running = False
+        if generation != self._generation:
+            return
         stats = self.stats
         stats.searches += 1
         if plan is None:
@@ -227,7 +252,9 @@ class ReplayPlanner:
         if plan.recorded >= MIN_KNOWN_REQUESTS:
             known = {fleet.question for _, fleet in self._known}
             self._known.extend((started_s, fleet) for fleet in plan.fleets if fleet.question not in known)
-        if not plan.skipped:
+        if plan.skipped:
+            self._desired.clear()
+        else:
             plan.spare = self._long_spare(plan, started_s)
             measured_per_s = self._arrivals_per_s(started_s - plan.measured_s, started_s)
             self._expected_per_s = (measured_per_s or plan.arrivals_per_s) * plan.load
@@ -240,7 +267,10 @@ class ReplayPlanner:
 
     def _long_spare(self, plan: FleetPlan, started_s: float) -> int:
         """Return how many nodes no plan has wanted for as long as the time whose arrivals a plan expects again."""
-        desired, stay_s = self._desired, RECENT_SHARE * self.config.replay.window_s
+        desired, replay = self._desired, self.config.replay
+        stay_s = RECENT_SHARE * replay.window_s
+        if desired and started_s - desired[-1][0] > MAX_AGE_INTERVALS * replay.interval_s:
+            desired.clear()  # nobody knows what plans would have wanted between
         desired.append((started_s, plan.desired_nodes))
         since_s = started_s - MIN_STAY * stay_s
         while len(desired) > 1 and desired[1][0] <= since_s:  # the plans of all of this time stay, if there are few

@@ -10,7 +10,8 @@ from typing import Final
 from zlib import crc32
 
 from warmroute.replay.planning.fleet_search import plan_fleet
-from warmroute.replay.planning.recorded_traffic import RecordedRequest, recorded_until
+from warmroute.replay.planning.recorded_request import RecordedRequest
+from warmroute.replay.planning.recorded_traffic import recorded_until
 from warmroute.replay.simulation.world import World
 from warmroute.replay.workloads.workload_prompt import WorkloadPrompt
 from warmroute.scaling.fleet_plan import FleetPlan, PlanRequest
@@ -34,6 +35,10 @@ class SimulatedPlanning:
     @property
     def recorded(self) -> int:
         return len(self._recorded)
+
+    @property
+    def recorded_s(self) -> float:
+        return (self._calendar.now_ms - self._recorded[0].at_ms) / 1000.0 if self._recorded else 0.0
 
     def _record(self, prompt: WorkloadPrompt) -> None:
         now_ms, recorded = self._calendar.now_ms, self._recorded
