@@ -7,13 +7,17 @@ prefill in tokens of a short prompt (see node_speed.py), decode in output tokens
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 TIME_BOUNDS_MS: Final = tuple(2.0 * 1.15**step for step in range(90))
 """Histogram bounds from 2 ms to 8 minutes, 15 % apart, which is the precision of a percentile."""
+
+GOOD_MS: Final = 2000.0
+GOOD_MS_PER_TOKEN: Final = 0.5
+"""Goodput counts a first token that arrives within GOOD_MS + GOOD_MS_PER_TOKEN × prompt tokens."""
 
 COUNTERS: Final = (
     "arrived", "shed", "sent", "prompt_tokens", "cached_tokens", "prefill_work", "prefill_squares", "responses",
@@ -117,3 +121,13 @@ def percentile_ms(counts: Sequence[int], share: float) -> float | None:
         if seen >= wanted:
             return TIME_BOUNDS_MS[min(at, len(TIME_BOUNDS_MS) - 1)]
     return TIME_BOUNDS_MS[-1]
+
+
+def share_within(counts: Sequence[int], limit_ms: float) -> float | None:
+    """Return the fraction of the times that stay within this limit; None without any."""
+    total = sum(counts)
+    return sum(counts[: bisect_right(TIME_BOUNDS_MS, limit_ms) + 1]) / total if total > 0 else None
+
+
+def good_ttft_ms(prompt_tokens: float) -> float:
+    return GOOD_MS + GOOD_MS_PER_TOKEN * prompt_tokens

@@ -18,7 +18,7 @@ import msgspec
 from warmroute.config.node_settings import Role
 from warmroute.config.scaling_settings import Pool
 from warmroute.fleet.decode_speed import DEFAULT_BASE_MS, DEFAULT_SLOPE_MS
-from warmroute.fleet.demand import COUNTERS, DemandMeter, percentile_ms
+from warmroute.fleet.demand import COUNTERS, DemandMeter, good_ttft_ms, percentile_ms, share_within
 from warmroute.fleet.fleet import Fleet
 from warmroute.fleet.health import HealthState
 from warmroute.fleet.node import Node
@@ -122,6 +122,8 @@ class WindowMetrics(msgspec.Struct, kw_only=True):
     latency_p99_ms: float | None = None
     inter_token_p90_ms: float | None = None
     """P90 over streamed responses of their mean time between tokens."""
+    good_ratio: float | None = None
+    """Fraction of first tokens within the time of goodput, for a prompt of the mean length."""
     first_tokens: int = 0
     inter_token_samples: int = 0
     """Streamed responses whose time between tokens was measured."""
@@ -174,6 +176,7 @@ def summarize(samples: Iterable[Sample], pool: Pool | None = None) -> WindowMetr
     states = [(_state(sample, pool), sample.span_s) for sample in window]
     sent, responses = total["sent"], total["responses"]
     work = total["prefill_work"] / sent if sent > 0 else 0.0
+    good_ms = good_ttft_ms(total["prompt_tokens"] / sent if sent > 0 else 0.0)
     return WindowMetrics(
         span_s=span_s,
         arrivals=int(total["arrived"]),
@@ -187,6 +190,7 @@ def summarize(samples: Iterable[Sample], pool: Pool | None = None) -> WindowMetr
         ttft_p99_ms=percentile_ms(ttft, 0.99),
         latency_p99_ms=percentile_ms(latency, 0.99),
         inter_token_p90_ms=percentile_ms(inter_token, 0.9),
+        good_ratio=share_within(ttft, good_ms),
         first_tokens=sum(ttft),
         inter_token_samples=sum(inter_token),
         waiting=sum(state.waiting * part_s for state, part_s in states) / span_s,

@@ -18,7 +18,7 @@ from typing import Final
 
 from warmroute.config import LOW_QUEUE_PER_NODE
 from warmroute.scaling.capacity import ScalingInputs
-from warmroute.scaling.fleet_plan import FleetPlan
+from warmroute.scaling.fleet_plan import FleetPlan, excess
 from warmroute.scaling.scale_down import RemovalCandidate, rank_candidates, removable_nodes
 from warmroute.scaling.scaling_decision import count_of_nodes
 
@@ -28,7 +28,7 @@ CHANCE_ERRORS: Final = 4.0
 """Arrivals above the expected ones by less than this many standard errors are chance. Conversations arrive less evenly
 than chance alone would have it."""
 MIN_FIRST_TOKENS: Final = 20
-"""A p90 of fewer first tokens is unknown."""
+"""A percentile of fewer first tokens, or of the times between tokens of fewer streams, is unknown."""
 
 
 def burst_ratio(inputs: ScalingInputs, plan: FleetPlan) -> float:
@@ -71,11 +71,20 @@ def _symptom(inputs: ScalingInputs) -> str:
 
 
 def _misses_objective(inputs: ScalingInputs) -> bool:
+    """Return whether the stable window has values beyond the objective, of enough first tokens or streams."""
     stable, objective = inputs.view.stable, inputs.config.objective
-    if stable.first_tokens < MIN_FIRST_TOKENS:
-        return False
-    observed = ((stable.ttft_p90_ms, objective.ttft_p90_ms), (stable.ttft_p99_ms, objective.ttft_p99_ms))
-    return any(limit_ms and (value_ms or 0.0) > limit_ms for value_ms, limit_ms in observed)
+    knows_ttft = stable.first_tokens >= MIN_FIRST_TOKENS
+    knows_inter_token = stable.inter_token_samples >= MIN_FIRST_TOKENS
+    return (
+        excess(
+            objective,
+            stable.ttft_p90_ms if knows_ttft else None,
+            stable.ttft_p99_ms if knows_ttft else None,
+            stable.inter_token_p90_ms if knows_inter_token else None,
+            stable.good_ratio if knows_ttft else None,
+        )
+        > 1.0
+    )
 
 
 def planned_removals(

@@ -15,7 +15,12 @@ from warmroute.scaling.offer import is_quantity
 
 T = TypeVar("T", WindowMetrics, NodeView)
 
-_LIMITS: Final = {"hit_ratio": (0.0, 1.0), "ms_per_token": (1e-6, 1e6), "long_ms_per_token": (1e-6, 1e6)}
+_LIMITS: Final = {
+    "hit_ratio": (0.0, 1.0),
+    "good_ratio": (0.0, 1.0),
+    "ms_per_token": (1e-6, 1e6),
+    "long_ms_per_token": (1e-6, 1e6),
+}
 """The possible range of a field, where 0 to infinity is too wide."""
 _NODE_FIELDS: Final = (
     "usd_per_hour", "kv_usage", "ms_per_token", "long_ms_per_token", "step_ms", "cache_blocks", "kv_tokens",

@@ -10,13 +10,11 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from math import inf
 
+from warmroute.fleet.demand import good_ttft_ms
 from warmroute.fleet.prefill_work import work
 from warmroute.replay.workloads.workload_prompt import WorkloadPrompt
 
 TIMELINE_SPANS = 240
-GOOD_MS = 2000.0
-GOOD_MS_PER_TOKEN = 0.5
-"""Goodput counts a first token that arrives within GOOD_MS + GOOD_MS_PER_TOKEN × prompt tokens."""
 
 
 class Timeline:
@@ -83,7 +81,7 @@ class RequestResults:
         ttft_ms = now_ms - arrived_ms
         self.ttft_ms.append(ttft_ms)
         self.prefill_work.append(work(prompt.prompt_tokens - cached_tokens, cached_tokens))
-        self.good_first_tokens += ttft_ms <= GOOD_MS + GOOD_MS_PER_TOKEN * prompt.prompt_tokens
+        self.good_first_tokens += ttft_ms <= good_ttft_ms(prompt.prompt_tokens)
         self.by_priority[prompt.priority].ttft_ms.append(ttft_ms)
         self.prompt_tokens += prompt.prompt_tokens
         self.cached_tokens += cached_tokens
