@@ -271,6 +271,12 @@ def test_some_searches_also_predict_the_current_fleet(planning: Planning) -> Non
     assert sum(request.predict_current for request in planning.runner.requests) == 2
 
 
+def test_a_search_looks_ahead_for_as_long_as_it_takes_itself(planning: Planning) -> None:
+    planning.search(cpu_s=3.0)
+    planning.search()
+    assert [request.lead_s for request in planning.runner.requests] == [0.0, 3.0 / CONFIG.replay.cpu_share]
+
+
 def test_the_share_of_the_traffic_that_other_routers_get_is_known(planning: Planning) -> None:
     planning.meter.peers = DemandMeter()
     planning.meter.arrived, planning.meter.peers.arrived = 100, 300

@@ -119,6 +119,8 @@ class ReplayPlanner:
         """When the traffic of the plan was recorded."""
         self._started_s = float("-inf")
         self._running = False
+        self._search_s = 0.0
+        """How long the last search took."""
         self._generation = 0
         """Counts changes of the objective and of `[scaling.replay]`: what a search began with before does not count."""
         self._readings: deque[_Reading] = deque()
@@ -193,6 +195,7 @@ class ReplayPlanner:
             self._forget_plan(f"no replay: {reason}")
             return
         request.share = self._share()
+        request.lead_s += self._search_s
         while self._known and self._known[0][0] < now_s - KNOWN_S:
             self._known.popleft()
         request.known = tuple(fleet for _, fleet in reversed(self._known))
@@ -247,6 +250,7 @@ class ReplayPlanner:
             log.info("scaling_replay_recovered", "The autoscaler goes by replay again.")
         stats.replays += plan.replays
         stats.cpu_s += plan.cpu_s
+        self._search_s = plan.cpu_s / self.config.replay.cpu_share
         if plan.target_excess > 1.0 and started_s - self._unreachable_s >= TARGET_AGE_S:
             self._unreachable_s = started_s
         if plan.recorded >= MIN_KNOWN_REQUESTS:
