@@ -55,7 +55,7 @@ CLEARLY_MISSED: Final = 1.4
 RISING: Final = 1.5
 MIN_SIMULATED: Final = 0.75
 """Of a simulated node: a fleet for which the sample has less work is not replayed, unless it is one node smaller."""
-MAX_SAMPLES: Final = 5
+MAX_SAMPLES: Final = 10
 """Attempts to find a sample that is small enough, and not much smaller."""
 NEARLY: Final = 0.9
 SPARE_EXCESS: Final = 0.85
@@ -128,6 +128,7 @@ def _sample(
         rounded_up = max(simulated_nodes(size, sample.share) / (size * sample.share) for size in sizes)
         assumed, highest = highest, _highest_load(expected, request.margin, may_remove) * rounded_up
         if len(sample.requests) * highest > most:
+            highest = max(highest, assumed / NEARLY)  # a smaller one
             continue
         if found is None or sample.measured_s > found[0].measured_s:
             found = sample, expected
