@@ -118,6 +118,7 @@ async def test_thirty_kilobytes_of_new_text_are_read_on_the_event_loop() -> None
     async with engines() as nodes, small_model_router(*nodes) as r:
         gate = TokenizerGate(r)
         assert (await r.request(post(chat(LONG)))).status == 200
+        r.service.prompt_reader._cautious = 0  # the first chat may take long on a busy machine
         assert (await r.request(post(chat(unseen_text(1, 30_000))))).status == 200
         assert (gate.on_loop, gate.entered) == (2, 0)
 
