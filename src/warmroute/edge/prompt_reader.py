@@ -24,8 +24,8 @@ log = EventLog("warmroute.prompts")
 LOOP_MS: Final = 1.0
 """Prompts that take longer to tokenize go to a thread."""
 MAX_LOOP_NEW_BYTES: Final = 40 << 10
-"""Chats with more new text than this go to a thread, even if all their messages are plain. So much text takes 0.1 ms;
-without words up to 8 ms."""
+"""Chats with more new text than this go to a thread, even if all their messages are plain. So much text takes 0.1 to
+0.2 ms; random characters take milliseconds."""
 MAX_LOOP_NEW_BYTES_SLOW: Final = 1 << 10
 """The same without fastokens, and for a while after a chat that took too long."""
 CAUTIOUS_CHATS: Final = 256
