@@ -11,7 +11,8 @@ first turn is cold, the others are warm.
     decision     the router's whole work from the body to the node, under the default policy
     accounting   what follows a decision: dispatch, first token, usage, end
     price        the router's work for 8,000 tokens that are already read, on 64 or 1,000 nodes with full caches, of
-                 which an eighth hold the prompt; `decided again` is the same for a queued request, whose match is known
+                 which an eighth hold the prompt, and on 64 prefill and 64 decode nodes; `decided again` is the same for
+                 a queued request, whose match is known
 
 Times are of one thread: wall time, and CPU time, which other processes do not change.
 """
@@ -31,13 +32,16 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import msgspec
 from external_data import add_data_option, data_files
 from record import Report, add_record_option, load_average
 
 from warmroute.config import Config, Health, Index, ModelConfig, NodeConfig, Routing
+from warmroute.config.node_settings import Role
 from warmroute.edge.prompt_reader import PromptReader
 from warmroute.fleet.fleet import Fleet
 from warmroute.fleet.node import Outcome
+from warmroute.fleet.ticket import Ticket
 from warmroute.index.cache_view import CacheView
 from warmroute.index.lookup import Lookup
 from warmroute.index.tiers import Tier
@@ -262,18 +266,23 @@ def longest_pause(report: Report, reader: PromptTokenizer, text: ChatText, token
     report.value("longest_pause_ms", f"{max(pauses) * 1e3:.1f}")
 
 
-def price_decisions(report: Report, count: int) -> None:
-    """Report the latency of a decision by price on `count` nodes."""
+def price_decisions(report: Report, count: int, with_roles: bool = False) -> None:
+    """Report the latency of a decision by price on `count` nodes; half of them prefill nodes, the others decode nodes
+    if they have roles."""
+    roles: tuple[Role, Role] = ("prefill", "decode") if with_roles else ("mixed", "mixed")
     fleet, cache_view = Fleet(Health(slow_start_s=0.0)), CacheView(Index())
     tokens = Random(1).randbytes(4 * 8_000)
     for number in range(count):
-        node = fleet.add(NodeConfig(url=f"http://10.0.0.0:{number + 1}", name=f"node-{number}", models=("m",)))
+        config = NodeConfig(url=f"http://10.0.0.0:{number + 1}", name=f"node-{number}", models=("m",), engine="vllm")
+        node = fleet.add(msgspec.structs.replace(config, role=roles[number % 2]))
         fleet.check_passed(node, 0.0)
         cache = cache_view.add_node(node.name, ["m"])
         cache.set_size(BLOCK_TOKENS, 300_000)
         cache.record_output(300_000, 0.0)
         cache.accuracy.compare(8_000, 7_000, 0.0)
         node.speed.factor = 1.0 + number / count
+        if with_roles and number % 2:  # it decodes an answer
+            Ticket(node, 0.0).first_token(0.0, False)
         if number % 8 == 0:
             cache_view.record_routed("m", Lookup(tokens, 8_000, 8_000), node.name, None, 1.0)
     router = Router(fleet, cache_view, Routing(policy="price"))
@@ -281,9 +290,13 @@ def price_decisions(report: Report, count: int) -> None:
     for number in range(500):
         now_s = 2.0 + number / 100.0
         lookup = Lookup(tokens, 8_000, 8_000)
-        decision = decided.time(lambda lookup=lookup, now_s=now_s: router.decide(RoutingRequest("m"), now_s, lookup))
+        request = RoutingRequest("m", may_split=with_roles)
+        decision = decided.time(
+            lambda request=request, lookup=lookup, now_s=now_s: router.decide(request, now_s, lookup)
+        )
         again.time(lambda query=decision.query, now_s=now_s: router.decide_again(query, now_s))
-    decided.report(report, f"decision by `price`, {count:,} nodes")
+    fleet_text = f"{count // 2} prefill and {count // 2} decode nodes" if with_roles else f"{count:,} nodes"
+    decided.report(report, f"decision by `price`, {fleet_text}")
     again.report(report, "the same, decided again")
 
 
@@ -311,6 +324,7 @@ async def main() -> None:
     report.table("price", "8,000 tokens", *COLUMNS)
     price_decisions(report, 64)
     price_decisions(report, 1_000)
+    price_decisions(report, 128, with_roles=True)
     longest_pause(report, reader, text, 47_000)
     assert reader.chats is not None
     print(f"token cache: {len(reader.chats.token_cache)} prefixes in {reader.chats.used_bytes / 1e6:.1f} MB")

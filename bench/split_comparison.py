@@ -4,8 +4,9 @@
 
 The fleet has the same GPUs in all runs. `price` decides for each request whether another node prefills it;
 `price:split=always` lets a prefill node prefill every prompt; `llm_d_split` and `dynamo_split` have the rules of these
-routers; `mixed` is the policy `price` on nodes without roles. Inter-token time is the mean of each answer. Each figure
-is the median over the seeds, with which nothing was tuned.
+routers; `mixed` is the policy `price` on nodes without roles. `price, N prefill` has more of the nodes as prefill
+nodes. Inter-token time is the mean of each answer. Each figure
+is the median over the seeds.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from statistics import median
 
 from record import Report, add_record_option
 
+from warmroute.config.node_settings import Role
 from warmroute.fake_engine.profiles import profile
 from warmroute.replay import Setup, parse_policy, replay
 from warmroute.replay.simulation.conditions import Conditions, NodeSpec
@@ -29,6 +31,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", type=int, default=8)
     parser.add_argument("--prefill", type=int, default=3, help="number of prefill nodes")
+    parser.add_argument("--more-prefill", type=int, default=5, help="in the rows with more prefill nodes")
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--profile", default="h200-8b")
     parser.add_argument("--seeds", default="31,32,33")
@@ -39,17 +42,23 @@ def main() -> None:
         "split", "requests/s", "rule", "TTFT p50", "TTFT p90", "TTFT p99", "inter-token p50", "inter-token p99"
     )
     hardware = profile(args.profile)
-    roles = [NodeSpec(name=f"node-{at}", profile=hardware, role="prefill") for at in range(args.prefill)]
-    roles += [NodeSpec(name=f"node-{at}", profile=hardware, role="decode") for at in range(args.prefill, args.nodes)]
+
+    def split(prefill: int) -> list[NodeSpec]:
+        roles: list[Role] = ["prefill" if at < prefill else "decode" for at in range(args.nodes)]
+        return [NodeSpec(name=f"node-{at}", profile=hardware, role=role) for at, role in enumerate(roles)]
+
+    more = f"price, {args.more_prefill} prefill"
     same = [NodeSpec(name=f"node-{at}", profile=hardware) for at in range(args.nodes)]
     for rate in RATES:
-        for name in (*POLICIES, MIXED):
+        for name in (*POLICIES, more, MIXED):
+            by_price = name in (more, MIXED)
+            fleet = same if name == MIXED else split(args.more_prefill if name == more else args.prefill)
             runs = [
                 replay(
                     Setup(
                         workload=parse_workload(["mixed_lengths"]),
-                        nodes=tuple(same if name == MIXED else roles),
-                        policy=parse_policy("price" if name == MIXED else name),
+                        nodes=tuple(fleet),
+                        policy=parse_policy("price" if by_price else name),
                         conditions=Conditions(seed=int(seed)),
                         rate=rate,
                         limit=args.requests,

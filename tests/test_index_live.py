@@ -48,13 +48,13 @@ class LiveRouter:
         self.predictions: list[Prediction] = []
         record_routed = self.cache_view.record_routed
 
-        def recorded(*given: Any) -> Prediction | None:
-            prediction = record_routed(*given)
+        def recorded(*given: Any, **named: Any) -> Prediction | None:
+            prediction = record_routed(*given, **named)
             if prediction is not None:
                 self.predictions.append(prediction)
             return prediction
 
-        self.cache_view.record_routed = recorded  # type: ignore[assignment, method-assign]
+        self.cache_view.record_routed = recorded  # type: ignore[method-assign]
 
     def cache(self, number: int) -> NodeCache:
         found = self.cache_view.cache(f"node{number}")

@@ -133,6 +133,19 @@ def test_a_role_lasts_until_the_configured_role_changes() -> None:
     assert restarted.roles == {"c0": "prefill"} and restarted.shared.digest == a.shared.digest
 
 
+def test_a_role_ends_if_address_and_configured_role_change_at_once() -> None:
+    a = Router("a")
+    a.fleet.reconfigure([NodeConfig(url="http://c0:1", name="c0")], Health())
+    a.shared.set_role("c0", "decode")
+    a.shared.drain_node("c0", True)
+    a.fleet.reconfigure([NodeConfig(url="http://c0:2", name="c0", role="prefill")], Health())
+    a.shared.apply_again()
+    assert a.roles == {"c0": "prefill"} and a.fleet.node("c0").draining
+    a.fleet.reconfigure([NodeConfig(url="http://c0:3", name="c0", role="prefill")], Health())
+    a.shared.apply_again()
+    assert a.roles == {"c0": "prefill"}
+
+
 def test_a_peer_that_still_has_the_former_configuration_does_not_bring_the_role_back() -> None:
     a, b = Router("a"), Router("b")
     b.shared.set_role("c0", "decode")

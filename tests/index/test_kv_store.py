@@ -7,6 +7,7 @@ from array import array
 import msgspec
 import pytest
 
+from warmroute._kernel import BlockIndex
 from warmroute.config import ConfigError, Index, from_table
 from warmroute.engines.kv_event_applier import Applied, KvEventApplier
 from warmroute.engines.kv_events import BlockRemoved, BlockStored
@@ -250,3 +251,50 @@ def test_contradicting_stores_are_rejected() -> None:
     ):
         with pytest.raises(ConfigError, match=problem):
             from_table(table)
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_an_engine_that_no_longer_loads_what_is_slow_to_load_is_recognized(restarted: bool) -> None:
+    view = cache_view(share=0.0)
+    cache = view.cache("b")
+    assert cache is not None
+    prefill(view, "a", lookup(800))
+    prediction = view.record_routed("m", lookup(800), "b", None, 2.0)
+    assert prediction is not None and prediction.declined_tokens >= 784
+    prediction.check_cached_tokens(784, 2.1)
+    prediction.withdraw()
+    assert cache.loads_always
+    if restarted:
+        cache.restarted()
+    else:
+        hit = view.hits("m", lookup(800), 3.0)["b"]
+        prediction = view.record_routed("m", lookup(800), "b", hit, 3.0)
+        assert prediction is not None and prediction.store_tokens == 784
+        prediction.check_cached_tokens(784, 3.1)
+        assert cache.loads_always, "it still does"
+        prediction.check_cached_tokens(300, 3.2)
+    assert not cache.loads_always
+
+
+def test_a_dispatch_to_a_node_with_a_store_matches_the_prompt_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    view = cache_view()
+    prefill(view, "a", lookup(160))
+    hit = view.hits("m", lookup(200), 2.0)["b"]
+    matches: list[bytes] = []
+
+    class Noting:
+        def __init__(self, index: BlockIndex) -> None:
+            self._index = index
+
+        def match(self, chain: bytes) -> list[tuple[int, ...]]:
+            matches.append(chain)
+            return self._index.match(chain)  # type: ignore[return-value]
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(self._index, name)
+
+    noting = Noting(view.index)
+    monkeypatch.setattr(view, "index", noting)
+    monkeypatch.setattr(view.stores["shared"], "_index", noting)
+    prediction = view.record_routed("m", lookup(200), "b", hit, 2.0)
+    assert prediction is not None and prediction.store_tokens == 160 and len(matches) == 1

@@ -17,7 +17,8 @@ from warmroute.prompt.routing_request import RoutingRequest
 from warmroute.prompt_doctor import prompt_samples
 from warmroute.prompt_doctor.prompt_doctor import MAX_BYTES, PromptDoctor
 from warmroute.prompt_doctor.prompt_samples import MAX_PENDING, MAX_RECENT, SAMPLE_S, PromptSamples
-from warmroute.routing.attempts import Attempts, SampledPrompt
+from warmroute.routing.attempts import Attempts
+from warmroute.routing.sampled_prompt import SampledPrompt
 
 MS = 0.2
 

@@ -88,7 +88,7 @@ def test_a_slow_store_is_not_used_in_prices() -> None:
     run(world, documents(8, 3, 3000.0))
     speed = world.fleet.group(MODEL).transfer_speeds.from_store("store", "local")  # type: ignore[union-attr]
     lookup, now_s = simulated_request(prompt(0, 99, 0.0), 0).lookup(), world.calendar.now_s
-    assert speed.loads >= 1 and speed.ms_per_token(now_s) > world.nodes["node-0"].node.speed.ms_per_token
+    assert speed.measured >= 1 and speed.ms_per_token(now_s) > world.nodes["node-0"].node.speed.ms_per_token
     hits = {name: hit.expected for name, hit in world.cache_view.hits(MODEL, lookup, now_s).items()}
     world.cache_view.set_stores({})
     own = {name: hit.expected for name, hit in world.cache_view.hits(MODEL, lookup, now_s).items()}

@@ -33,6 +33,23 @@ def test_a_plan_agrees_with_a_replay_at_the_size_it_names(tmp_path: Path, capsys
             assert planned_run["ttft_ms"] == run["ttft_ms"]
 
 
+def test_a_plan_with_roles_names_prefill_and_decode_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    planned, played = tmp_path / "plan.json", tmp_path / "replay.json"
+    load = ["mixed_lengths", "--rate", "8", "--limit", "120", "--profile", "h200-8b"]
+    limits = ["--ttft-p99", "15s", "--inter-token-p90", "7ms", "--max-nodes", "16"]
+    assert main(["plan", *load, *limits, "--roles", "--json", str(planned), "--quiet"]) == 0
+    mixed, roles = json.loads(planned.read_text())["plan"]
+    nodes, prefill = roles["nodes"], roles["prefill_nodes"]
+    assert mixed["prefill_nodes"] is None and nodes < mixed["nodes"], "long prompts stop no answers"
+    assert 0 < prefill < nodes
+    printed = " ".join(capsys.readouterr().out.split())
+    assert f"{nodes} ({prefill} + {nodes - prefill})" in printed
+    command = ["replay", *load, "--nodes", str(nodes), "--policy", "price", "--json", str(played), "--quiet"]
+    assert main([*command, "--role", f"prefill={prefill}", "--role", f"decode={nodes - prefill}"]) == 0
+    (run,) = json.loads(played.read_text())["runs"]
+    assert run["ttft_ms"]["p99"] <= 15_000.0 and run["inter_token_ms"]["p90"] <= 7.0
+
+
 def test_a_limit_that_no_fleet_can_meet_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     command = ["plan", *WORKLOAD, "--limit", "60", "--profile", "l4-1.5b", "--ttft-p90", "1ms", "--max-nodes", "64"]
     assert main([*command, "--policy", "round_robin", "--quiet"]) == 1
@@ -61,3 +78,8 @@ def test_durations_may_have_units() -> None:
 def test_an_invalid_duration_is_rejected(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "llm_d", "--ttft-p90", text]) == 2
     assert "is not a duration such as 500ms" in capsys.readouterr().err
+
+
+def test_roles_without_the_policy_that_uses_them_are_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *WORKLOAD, "--limit", "10", "--roles", "--policy", "round_robin", "--quiet"]) == 2
+    assert "--roles: only the policy price" in " ".join(capsys.readouterr().err.split())

@@ -7,11 +7,12 @@ import pytest
 from routing_harness import RoutingHarness, explained, prompt
 
 from warmroute.config import Pricing
-from warmroute.fleet.kv_transfer import LATENCY_MS, PRIOR_MS_PER_TOKEN, TransferSpeed
+from warmroute.fleet.kv_transfer import HALF_LIFE_S, LATENCY_MS, PRIOR_MS_PER_TOKEN, TransferSpeed
 from warmroute.fleet.node import Node, Outcome
 from warmroute.fleet.ticket import Ticket
 from warmroute.index.lookup import Lookup
 from warmroute.routing.decision import Decision
+from warmroute.routing.explanation import explain_decision
 from warmroute.routing.pairs import _interference_ms
 from warmroute.routing.routing_errors import NoNodeAvailable
 
@@ -70,8 +71,16 @@ def test_one_long_gap_costs_more_than_several_short_ones() -> None:
     harness.decodes("d0", 1)
     busy, idle = harness.node("d0"), harness.node("d1")
     assert _interference_ms(busy, 4000.0) == pytest.approx(4 * 4 * _interference_ms(busy, 1000.0))
-    assert _interference_ms(busy, 4000.0) > 4000.0 > 1000.0 > _interference_ms(busy, 1000.0) > 0.0
+    assert _interference_ms(busy, 1000.0) > 1000.0 > 100.0 > _interference_ms(busy, 100.0) > 0.0
     assert not _interference_ms(busy, -5.0) and not _interference_ms(idle, 4000.0)
+
+
+def test_a_long_prompt_rather_waits_for_a_prefill_node_than_to_stop_one_answer() -> None:
+    harness = PairHarness()
+    harness.decodes("d0", 1)
+    harness.busy(harness.node("p0"), 60_000)
+    decision = harness.choose(prompt(30_000))
+    assert pair_of(decision) == ("p0", "d0"), "an answer that stops for 1.5 s counts more than a wait of 3 s"
 
 
 def test_short_and_cached_prompts_skip_the_split() -> None:
@@ -192,19 +201,40 @@ def test_the_explanation_names_both_nodes() -> None:
     assert "p0 prefills" in text and text.startswith("d0: ")
 
 
+def test_the_explanation_names_the_decode_node_that_was_chosen_last() -> None:
+    harness = PairHarness(decode=2)
+    for name in ("d0", "d1"):
+        harness.decodes(name, 20)
+    decision = harness.choose(prompt(30_000))
+    other = harness.node("d1" if decision.node.name == "d0" else "d0")
+    text = explain_decision(decision.record(), last=other)
+    assert f"{other.name} decodes" in text and "decodes" not in explained(decision)
+
+
 def test_transfer_speeds_are_learned_within_bounds() -> None:
     speed = TransferSpeed(PRIOR_MS_PER_TOKEN)
     for _ in range(200):
-        speed.learn(10_000, LATENCY_MS + 1000.0)
-    assert speed.ms_per_token == pytest.approx(0.1, rel=0.05) and speed.transfers == 200
-    before = speed.ms_per_token
-    speed.learn(10, 1e9)
-    assert speed.ms_per_token == before, "too short to say anything"
-    speed.learn(10_000, 1e12)
-    assert speed.ms_per_token < 2.0 * before
-    for _ in range(1000):
-        speed.learn(10_000, -5.0)
-    assert 0.0 < speed.ms_per_token < 0.01
+        speed.learn(10_000, LATENCY_MS + 1000.0, 100.0)
+    assert speed.ms_per_token(100.0) == pytest.approx(0.1, rel=0.05) and speed.measured == 200
+    before = speed.ms_per_token(100.0)
+    speed.learn(10, 1e9, 100.0)
+    assert speed.ms_per_token(100.0) == before, "too short to say anything"
+    speed.learn(10_000, 1e12, 100.0)
+    assert speed.ms_per_token(100.0) < 2.0 * before
+
+
+def test_a_network_that_was_slow_is_tried_again_after_a_while() -> None:
+    harness = PairHarness()
+    harness.decodes("d0", 20)
+    long = prompt(30_000)
+    group = harness.choose(long).query.group  # type: ignore[union-attr]
+    speed = group.transfer_speeds.between("local", "local")
+    for _ in range(300):
+        speed.learn(30_000, 9e5, harness.now_s)
+    assert pair_of(harness.choose(long)) == (None, "d0"), "the transfer takes minutes"
+    harness.advance(20 * HALF_LIFE_S)
+    assert pair_of(harness.choose(long)) == ("p0", "d0")
+    assert speed.ms_per_token(harness.now_s) == pytest.approx(PRIOR_MS_PER_TOKEN, rel=0.2)
 
 
 def test_both_nodes_of_a_pair_run_the_same_engine() -> None:

@@ -5,41 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from attempt_harness import AttemptHarness, NotingDriver
+from routing_harness import prompt
+from split_harness import TRANSFER, SplitHarness, other
 
-from warmroute.config import Hedging, Pricing
-from warmroute.fleet.node import Node, Outcome
+from warmroute.fleet.node import Outcome
 from warmroute.fleet.ticket import Ticket
 from warmroute.routing.attempts import Attempts
+from warmroute.routing.hedging import send_hedge
 from warmroute.routing.pair_dispatch import DecodeDispatch
-from warmroute.routing.split_request import SplitRequest
-
-TRANSFER = b'{"remote_engine_id":"p0"}'
-
-
-class SplitHarness(AttemptHarness):
-    def __init__(self, prefill: int = 1, decode: int = 2, engine: str = "vllm") -> None:
-        super().__init__(0, pricing=Pricing(split="always"), hedging=Hedging(min_delay_s=1.0))
-        for number in range(prefill):
-            self.add(f"p{number}", 400_000, role="prefill", engine=engine)
-        for number in range(decode):
-            self.add(f"d{number}", 400_000, role="decode", engine=engine)
-
-    def split(self, tokens: int = 2000, **fields: Any) -> tuple[Attempts, NotingDriver, SplitRequest]:
-        attempts, driver = self.start(tokens, may_split=True, **fields)
-        assert attempts.split is not None
-        return attempts, driver, attempts.split
-
-    def node(self, name: str) -> Node:
-        return self.fleet.node(name)
-
-    def finish(self, attempts: Attempts) -> None:
-        self.answer(attempts)
-        self.assert_all_counters_are_zero()
-
-
-def other(name: str) -> str:
-    return "d1" if name == "d0" else "d0"
 
 
 def test_the_decode_request_follows_the_prefill() -> None:
@@ -64,6 +37,71 @@ def test_the_decode_request_follows_the_prefill() -> None:
     harness.assert_all_counters_are_zero()
 
 
+def test_the_decode_node_is_chosen_again_when_the_prompt_is_prefilled() -> None:
+    harness = SplitHarness()
+    attempts, driver, split = harness.split(30_000)
+    first, second = attempts.ticket.node, harness.node(other(attempts.ticket.node.name))
+    running = [harness.send(first, prompt(90_000, number)) for number in range(1, 3)]
+    for ticket in running:
+        ticket.first_token(harness.now_s, False)
+    harness.advance(2.0)
+    split.prefill_ended(TRANSFER, None, harness.now_s)
+    assert driver.sent == [second.name] and attempts.ticket.node is second, "long contexts slow down the first one now"
+    assert attempts.tried == 1 and first.kv_new == 180_000 and second.kv_new == 30_000
+    for ticket in running:
+        ticket.close(Outcome.OK, harness.now_s)
+    harness.finish(attempts)
+
+
+def test_a_decode_node_that_is_still_as_good_keeps_the_request() -> None:
+    harness = SplitHarness()
+    attempts, driver, split = harness.split(30_000)
+    decode = attempts.ticket.node
+    split.prefill_ended(TRANSFER, None, harness.now_s)
+    assert driver.sent == [decode.name] and decode.kv_new == 30_000
+    harness.finish(attempts)
+
+
+def test_a_decode_node_that_prefills_a_long_prompt_meanwhile_is_left() -> None:
+    harness = SplitHarness()
+    attempts, driver, split = harness.split(30_000)
+    first = attempts.ticket.node
+    prefilling = harness.send(first, prompt(60_000, 1))
+    split.prefill_ended(TRANSFER, None, harness.now_s)
+    assert driver.sent == [other(first.name)]
+    prefilling.close(Outcome.OK, harness.now_s)
+    harness.finish(attempts)
+
+
+def test_a_mixed_node_does_not_fetch_what_it_has_prefilled_itself() -> None:
+    harness = SplitHarness(prefill=0, decode=1)
+    mixed = harness.add("x0", 400_000, engine="vllm")
+    mixed.kv_connector = True
+    harness.fleet.set_role("x0", "mixed")
+    harness.send(harness.node("x0"), prompt(1000, 3))
+    attempts, driver, split = harness.split(30_000)
+    assert split.pair.prefill_node.name == "x0" and attempts.ticket.node.name == "d0"
+    running = [harness.send(harness.node("d0"), prompt(90_000, number)) for number in range(1, 4)]
+    for ticket in running:
+        ticket.first_token(harness.now_s, False)
+    split.prefill_ended(TRANSFER, None, harness.now_s)
+    assert driver.sent == ["d0"]
+
+
+def test_a_prompt_that_is_prefilled_elsewhere_does_not_slow_down_the_decode_node_yet() -> None:
+    harness = SplitHarness(decode=1)
+    decode = harness.node("d0")
+    attempts, _driver, split = harness.split(30_000)
+    assert decode.context_tokens < 1000 and decode.kv_new == 30_000, "its memory is taken"
+    split.prefill_ended(TRANSFER, None, harness.now_s)
+    assert decode.context_tokens > 30_000
+    harness.finish(attempts)
+    gone, _driver, _split = harness.split(30_000)
+    gone.client_left(harness.now_s)
+    assert decode.context_tokens == 0
+    harness.assert_all_counters_are_zero()
+
+
 def test_the_transfer_speed_is_learned_from_the_stream() -> None:
     harness = SplitHarness(decode=1)
     group = harness.fleet.group("m")
@@ -75,7 +113,7 @@ def test_the_transfer_speed_is_learned_from_the_stream() -> None:
         split.prefill_ended(TRANSFER, None, harness.now_s)
         harness.advance(2.0)
         harness.answer(attempts)
-    assert speed.transfers == 50 and speed.ms(20_000) == pytest.approx(2000.0, rel=0.2)
+    assert speed.measured == 50 and speed.ms_per_token(harness.now_s) == pytest.approx(0.1, rel=0.2)
 
 
 def test_predictions_are_compared_with_the_prefill_node() -> None:
@@ -301,9 +339,9 @@ def test_a_request_that_fails_over_to_a_node_that_needs_a_partner_gets_one() -> 
 def test_a_node_that_needs_a_partner_is_no_hedge() -> None:
     harness = with_mixed()
     attempts, driver = harness.start(2000)
-    assert driver.sent == ["x0"] and not attempts.send_hedge(harness.now_s)
+    assert driver.sent == ["x0"] and not send_hedge(attempts, harness.dispatcher, harness.now_s)
     attempts.request.may_split = True
-    assert not attempts.send_hedge(harness.now_s)
+    assert not send_hedge(attempts, harness.dispatcher, harness.now_s)
     harness.finish(attempts)
 
 

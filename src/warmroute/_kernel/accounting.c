@@ -264,6 +264,15 @@ METHOD_OF_NUMBER(record_arrival)
 METHOD_OF_NUMBER(record_latency)
 METHOD_OF_NUMBER(assume_prefilled)
 
+static PyObject *node_add_context(NodeState *node, PyObject *given) {
+    Py_ssize_t tokens;
+    if (as_size(given, &tokens) < 0)
+        return NULL;
+    node->context_tokens += tokens;
+    node->changes++;
+    Py_RETURN_NONE;
+}
+
 static PyObject *as_list(const Py_ssize_t *numbers, Py_ssize_t n) {
     PyObject *list = PyList_New(n);
     for (Py_ssize_t at = 0; list && at < n; at++) {
@@ -336,6 +345,7 @@ static PyGetSetDef node_properties[] = {
 static PyMethodDef node_methods[] = {
     {"record_arrival", (PyCFunction)node_record_arrival, METH_O, "Count a request that is sent to the node now."},
     {"record_latency", (PyCFunction)node_record_latency, METH_O, "Add a response's latency to the moving average."},
+    {"add_context", (PyCFunction)node_add_context, METH_O, "Add to the context tokens, or take some away."},
     {"assume_prefilled", (PyCFunction)node_assume_prefilled, METH_O, "End the unstreamed prefills that are due by now."},
     NO_METHOD};
 

@@ -175,6 +175,8 @@ class NodeState:
         """Count a request that is sent to the node now."""
     def record_latency(self, took_ms: float, /) -> None:
         """Add a response's time from dispatch to end to the moving average."""
+    def add_context(self, tokens: int, /) -> None:
+        """Add to `context_tokens`; a negative number takes some away. It counts as one of the `changes`."""
     def assume_prefilled(self, now_s: float, /) -> None:
         """End the unstreamed prefills that are due by now. To be called now and then while there are some."""
 

@@ -24,6 +24,7 @@ WORKLOAD is a trace (.jsonl or .jsonl.gz in Mooncake's format) or a generator, a
 Example: warmroute plan trace.jsonl.gz --ttft-p90 500ms --profile 2xh100-32b --usd 5
 """
 POLICIES = ("price", "round_robin")
+WITH_ROLES = " (prefill + decode)"
 
 
 def add_to(commands: Any) -> None:
@@ -49,7 +50,15 @@ def add_to(commands: Any) -> None:
         help="limit for the p90, over requests, of the mean time between tokens",
     )
     parser.add_argument(
-        "--policy", action="append", metavar="P", help="policy; repeatable (default: price and round_robin)"
+        "--policy",
+        action="append",
+        metavar="P",
+        help="policy; repeatable (default: price and round_robin; with --roles only price)",
+    )
+    parser.add_argument(
+        "--roles",
+        action="store_true",
+        help="find also how many prefill and how many decode nodes a fleet with roles needs, with price",
     )
     parser.add_argument("--profile", default="2xh100-32b", metavar="NAME", help="GPU and model (default: 2xh100-32b)")
     parser.add_argument("--usd", type=number(0.0), default=0.0, metavar="X", help="USD per hour of a node")
@@ -96,7 +105,15 @@ def run(args: argparse.Namespace) -> int:
     except (BadWorkload, BadTrace, BadPolicy) as error:
         raise ConfigError(str(error)) from None
     if args.json:
-        rows = [{"policy": one.policy, "nodes": one.nodes, "runs": list(one.runs.values())} for one in results]
+        rows = [
+            {
+                "policy": one.policy,
+                "nodes": one.nodes,
+                "prefill_nodes": one.prefill_nodes.get(one.nodes or 0),
+                "runs": list(one.runs.values()),
+            }
+            for one in results
+        ]
         write_json(args.json, {"plan": rows})
     out = console()
     for table in result_tables(results, args, limits, out.width):
@@ -114,9 +131,11 @@ def plan(args: argparse.Namespace) -> tuple[list[NodesNeeded], Limits]:
     p50, p90, p99, inter_token = args.ttft_p50, args.ttft_p90, args.ttft_p99, args.inter_token_p90
     given = p50 or p90 or p99 or inter_token
     limits = Limits(p50, p90, p99, inter_token) if given else Limits.of(Objective())
-    policies = [parse_policy(text) for text in args.policy or POLICIES]
+    policies = [parse_policy(text) for text in args.policy or POLICIES[: 1 if args.roles else None]]
     if any(one.name == "oracle" for one in policies):
         raise ConfigError("--policy oracle: the oracle serves no requests, so it needs no nodes")
+    if args.roles and all(one.name != "price" for one in policies):
+        raise ConfigError("--roles: only the policy price uses prefill and decode nodes. Add --policy price")
     setup = _setup(args)
     results: list[NodesNeeded] = []
     with progress_bar(args.quiet) as bar:
@@ -128,6 +147,10 @@ def plan(args: argparse.Namespace) -> tuple[list[NodesNeeded], Limits]:
                 return lambda ended: bar.update(task, completed=ended)
 
             results.append(nodes_needed(setup, one, limits, args.max_nodes, start_run))
+            if args.roles and one.name == "price":
+                with_roles = nodes_needed(setup, one, limits, max(2, args.max_nodes), start_run, with_roles=True)
+                with_roles.policy += WITH_ROLES
+                results.append(with_roles)
             bar.remove_task(task)
     return results, limits
 
@@ -173,7 +196,9 @@ def result_tables(results: list[NodesNeeded], args: argparse.Namespace, limits: 
             one_less = "–"
         else:
             run, smaller = one.runs[one.nodes], one.runs.get(one.nodes - 1)
-            cells = [one.policy, str(one.nodes), str(one.nodes * gpus)]
+            prefill = one.prefill_nodes.get(one.nodes)
+            parts = f" ({prefill} + {one.nodes - prefill})" if prefill else ""
+            cells = [one.policy, f"{one.nodes}{parts}", str(one.nodes * gpus)]
             cells += [number(one.nodes * args.usd)] if args.usd else []
             one_less = ms(smaller["ttft_ms"]["p90"]) if smaller is not None else "–"
         times = run["ttft_ms"]

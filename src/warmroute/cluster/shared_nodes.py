@@ -183,11 +183,14 @@ class SharedNodes:
             before, now = self._applied.get(change.name), self._applied_now(change)
             if before == now:
                 continue
-            if change.role and before is not None and before._replace(configured_role=now.configured_role) == now:
+            was_configured = before.configured_role if before is not None else ""
+            if change.role and was_configured and now.configured_role not in ("", was_configured):
                 version = self._version + 1  # the configured role has replaced that of the change
-                self._publish(msgspec.structs.replace(change, version=version, sender=self._sender, role=""))
-            else:
-                self._apply(change)
+                change = msgspec.structs.replace(change, version=version, sender=self._sender, role="")
+                self._publish(change)
+                if before is not None and before.number == now.number:
+                    continue
+            self._apply(change)
 
     def _keep(self, change: NodeChange) -> None:
         if change.name not in self._changes and len(self._changes) >= MAX_CHANGES:

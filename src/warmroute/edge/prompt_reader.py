@@ -7,12 +7,12 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from time import perf_counter
 from typing import Final
 
 from warmroute._kernel import MAX_LOOP_BYTES, Outline
 from warmroute.config import Prompts
 from warmroute.event_log import EventLog, where_it_failed
+from warmroute.prompt.encoding_time import LOOP_MS
 from warmroute.prompt.prompt import Prompt
 from warmroute.prompt.prompt_tokenizer import PromptTokenizer, TokenizeJob, max_text_prompt_bytes
 from warmroute.prompt.request_body import has_prompt, text_prompt
@@ -21,15 +21,6 @@ from warmroute.telemetry.counters import Counters
 
 log = EventLog("warmroute.prompts")
 
-LOOP_MS: Final = 1.0
-"""Prompts that take longer to tokenize go to a thread."""
-MAX_LOOP_NEW_BYTES: Final = 40 << 10
-"""Chats with more new text than this go to a thread, even if all their messages are plain. So much text takes 0.1 to
-0.2 ms; random characters take milliseconds."""
-MAX_LOOP_NEW_BYTES_SLOW: Final = 1 << 10
-"""The same without fastokens, and for a while after a chat that took too long."""
-CAUTIOUS_CHATS: Final = 256
-"""How many chats that is."""
 MAX_PENDING: Final = 64
 """Prompts that may wait for a thread. The router routes further ones by load."""
 
@@ -81,8 +72,6 @@ class PromptReader:
         self._fetches: set[asyncio.Task[None]] = set()
         self._counters = counters
         self._pending = 0
-        self._cautious = 0
-        """Chats for which MAX_LOOP_NEW_BYTES_SLOW holds."""
         self._threads = ThreadPoolExecutor(config.threads, "warmroute-prompt")
         self.reconfigure(config)
 
@@ -126,7 +115,7 @@ class PromptReader:
         if len(body) > MAX_LOOP_BYTES:
             work = partial(tokenizer.tokenize, path, body, outline)
             return self._read_in_thread(work, on_read, partial(self._count, model, tokenizer, path))
-        prompt = self._read_plain(tokenizer, path, body, outline)
+        prompt = tokenizer.tokenize_plain(path, body, outline, LOOP_MS)
         if prompt is not None:
             return prompt
         job = tokenizer.begin(path, body, outline)
@@ -137,22 +126,6 @@ class PromptReader:
         if job.cost_ms > LOOP_MS:
             return self._read_in_thread(job.run, on_read, partial(self._count, model, tokenizer, path))
         return job.run()
-
-    def _read_plain(
-        self, tokenizer: PromptTokenizer, path: bytes, body: bytes, outline: Outline | None
-    ) -> Prompt | None:
-        """Return the prompt of a chat of plain messages with little new text; None for any other request."""
-        own = tokenizer.tokenizer
-        if self._cautious or (own is not None and own.slow_reason):
-            self._cautious = max(0, self._cautious - 1)
-            return tokenizer.tokenize_plain(path, body, outline, MAX_LOOP_NEW_BYTES_SLOW)
-        if len(body) <= MAX_LOOP_NEW_BYTES_SLOW:
-            return tokenizer.tokenize_plain(path, body, outline, MAX_LOOP_NEW_BYTES)
-        started_s = perf_counter()
-        prompt = tokenizer.tokenize_plain(path, body, outline, MAX_LOOP_NEW_BYTES)
-        if (perf_counter() - started_s) * 1000.0 > 2.0 * LOOP_MS:
-            self._cautious = CAUTIOUS_CHATS
-        return prompt
 
     def _count(self, model: str, tokenizer: PromptTokenizer, path: bytes, prompt: Prompt | None) -> None:
         """Count a prompt by its reading, one of telemetry's PROMPT_READINGS."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from heapq import heappop, heappush
 from itertools import count
 from typing import Final
@@ -223,8 +223,12 @@ class CacheView:
 
     # Routed prompts.
 
-    def record_routed(self, model: str, lookup: Lookup, name: str, hit: Hit | None, now_s: float) -> Prediction | None:
-        """Record that a prompt goes to a node, and return what should be cached there; None for an unknown node."""
+    def record_routed(
+        self, model: str, lookup: Lookup, name: str, hit: Hit | None, now_s: float, *, tell_peers: bool = True,
+        counted: bool = False,
+    ) -> Prediction | None:  # fmt: skip
+        """Record that a prompt goes to a node, and return what should be cached there; None for an unknown node.
+        `counted`: the same request was recorded for another node, which did not get it."""
         cache = self._caches.get(name)
         if cache is None:
             return None
@@ -232,21 +236,26 @@ class CacheView:
         chain = lookup.blocks(base, lora, cache.block_size)
         if not chain:
             return None
-        sampled, known = self.reuse.record(chain, now_s)
+        sampled, known = self.reuse.record(chain, now_s) if not counted else (0, 0)
         if lookup.cache_group:
             self.tenants.record(lookup.cache_group, chain, now_s)
         exact = lookup.exact_tokens == lookup.token_count
-        if self.routed_log is not None:
+        if self.routed_log is not None and tell_peers:
             self.routed_log.append((name, chain, exact, lookup.cache_group))
         tokens, rank = (hit.tokens, hit.rank) if hit is not None else (0, ROUTED)
-        from_store = self._from_store(cache, chain, tokens) if cache.store is not None and tokens else 0
+        from_store, declined = 0, 0
+        if cache.store is not None:
+            rows = self.index.match(chain)
+            held = cache.store.held_blocks(rows, cache.block_size) * cache.block_size
+            from_store = _from_store(cache, rows, tokens) if tokens else 0
+            declined = max(0, held - tokens)
         comparable = lookup.special is None
         if comparable:
             cache.routed_tokens += lookup.token_count
             cache.predicted_tokens += tokens
         return Prediction(
             cache, chain, lookup.token_count, tokens, rank, exact, now_s, lookup.text, comparable, sampled, known,
-            store_tokens=from_store,
+            store_tokens=from_store, declined_tokens=declined,
         )  # fmt: skip
 
     def from_store(self, model: str, lookup: Lookup, name: str, hit: Hit | None) -> tuple[str, int]:
@@ -256,16 +265,13 @@ class CacheView:
             return "", 0
         base, lora = self._models.get(model) or (model, "")
         chain = lookup.blocks(base, lora, cache.block_size)
-        tokens = self._from_store(cache, chain, hit.tokens)
+        tokens = _from_store(cache, self.index.match(chain), hit.tokens)
         return (cache.store.name, tokens) if tokens else ("", 0)
 
-    def _from_store(self, cache: NodeCache, chain: bytes, tokens: int) -> int:
-        """Return how many of a hit's tokens the node has to load from its shared KV store."""
-        own = {*cache.ranks.values(), cache.pending_holder}
-        if not cache.complete:
-            own.add(cache.routed_holder)
-        local = max((row[-1] for row in self.index.match(chain) if row[0] in own), default=0)
-        return max(0, tokens - local * cache.block_size)
+    def tell_peers(self, prediction: Prediction, cache_group: str) -> None:
+        """Tell the peers of a prompt that was recorded without that."""
+        if self.routed_log is not None:
+            self.routed_log.append((prediction.cache.name, prediction.chain, prediction.exact, cache_group))
 
     def record_peer_routed(self, prompt: RoutedPrompt, prefilled_s: float, now_s: float) -> None:
         """Record that a peer sent a prompt to a node, which will have prefilled it by `prefilled_s`."""
@@ -339,6 +345,15 @@ class CacheView:
         """Expire pending blocks and sweep the index. Call it in idle moments."""
         self._expire_pending(now_s)
         self.index.sweep(4096)
+
+
+def _from_store(cache: NodeCache, rows: Sequence[tuple[int, ...]], tokens: int) -> int:
+    """Return how many of a hit's tokens the node has to load from its shared KV store. `rows`: the index's matches."""
+    own = {*cache.ranks.values(), cache.pending_holder}
+    if not cache.complete:
+        own.add(cache.routed_holder)
+    local = max((row[-1] for row in rows if row[0] in own), default=0)
+    return max(0, tokens - local * cache.block_size)
 
 
 def _sum(one: Hit, other: Hit) -> Hit:

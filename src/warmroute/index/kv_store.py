@@ -12,6 +12,10 @@ A hit in the store counts for every attached node, for the tokens that the node 
 is cheaper than prefilling them:
 
     saved share = 1 − load ms per token / prefill ms per token          0 if loading takes longer
+
+Engines such as vLLM with LMCache do not compare: they load whatever the store holds. If a response reports cached
+tokens that only the store had and that seemed slower to load, the router expects loads from this engine in any case
+(NodeCache.loads_always). Such loads save nothing, and the router does not learn the node's prefill speed from them.
 """
 
 from __future__ import annotations
@@ -109,6 +113,14 @@ class KvStore:
 
     # Hits.
 
+    def held_blocks(self, rows: Sequence[tuple[int, ...]], block_size: int) -> int:
+        """Return how many leading blocks of a prompt the store should hold. `rows`: the index's matches."""
+        contents = self._by_block_size.get(block_size)
+        if contents is None:
+            return 0
+        own = (contents.routed_holder, *contents.ranks.values())
+        return max((row[-1] for row in rows if row[0] in own), default=0)
+
     def add_hits(self, found: MutableMapping[str, Hit], model: str, saved_shares: SavedShares, now_s: float) -> None:
         """Replace the store's own hit by one for each attached node."""
         in_store = found.pop(NAME_PREFIX + self.name, None)
@@ -119,7 +131,9 @@ class KvStore:
         get = found.get
         for name, share in zip(self.nodes, saved_shares(model, self.name, self.nodes, now_s), strict=True):
             if share <= 0.0:
-                continue
+                if not self.nodes[name].loads_always:
+                    continue
+                share = 0.0
             known = get(name)
             if known is None:
                 found[name] = Hit(in_store_tokens, trust * share * in_store_tokens, ROUTED)

@@ -49,7 +49,7 @@ class NodeCache(CacheState):
     accuracy: Accuracy
     __slots__ = (
         "__weakref__", "_complete", "_index", "_offloaded", "_on_block_size", "_owners", "disagrees", "gaps",
-        "generation", "model", "output_tokens", "pending_holder", "predicted_tokens", "prefilled_s",
+        "generation", "loads_always", "model", "output_tokens", "pending_holder", "predicted_tokens", "prefilled_s",
         "prompts_without_events", "ranks", "recency", "routed_holder", "routed_tokens", "store", "store_events",
         "token_mismatches",
     )  # fmt: skip
@@ -84,6 +84,9 @@ class NodeCache(CacheState):
         owners[self.pending_holder] = (self, PENDING)
         self.store: KvStore | None = None
         """The shared KV store that the node reads and writes."""
+        self.loads_always = False
+        """Whether the engine has loaded from the store what it could have prefilled in less time. Ends with a response
+        that reports less than half of what it should have loaded, or with a new generation."""
         self._offloaded: dict[int, OffloadedBlocks] = {}
         """Rank → what it has in the store."""
         self.accuracy = Accuracy()
@@ -290,6 +293,7 @@ class NodeCache(CacheState):
         for rank in list(self._offloaded):
             self._forget_offloaded(rank)
         self.store = store
+        self.loads_always = False
 
     # Checks of the events.
 
@@ -372,6 +376,7 @@ class NodeCache(CacheState):
 
     def _clear_routed(self) -> None:
         self.generation += 1
+        self.loads_always = False
         self._index.clear(self.pending_holder)
         del self._owners[self.routed_holder]
         self._index.remove_holder(self.routed_holder)

@@ -11,6 +11,10 @@ TEXT_TOLERANCE: Final = 0.25
 part of a text than in another."""
 
 
+MIN_LOADED_TOKENS: Final = 256
+"""Fewer reported tokens from a shared KV store do not show that the engine loads from there."""
+
+
 class Prediction:
     cache: NodeCache
     chain: bytes
@@ -31,6 +35,8 @@ class Prediction:
     """Those of them that an earlier prompt had."""
     store_tokens: int
     """Those of `tokens` that the node has to load from a shared KV store."""
+    declined_tokens: int
+    """Further tokens that a shared KV store has, and that should take longer to load than to prefill."""
     pending: bool = False
     """Whether the blocks count as pending; that ends shortly after the first token."""
     _generation: int = 0
@@ -53,6 +59,7 @@ class Prediction:
         sampled_blocks: int = 0,
         known_blocks: int = 0,
         store_tokens: int = 0,
+        declined_tokens: int = 0,
     ) -> None:
         self.cache = cache
         self.chain = chain
@@ -66,6 +73,7 @@ class Prediction:
         self.sampled_blocks = sampled_blocks
         self.known_blocks = known_blocks
         self.store_tokens = store_tokens
+        self.declined_tokens = declined_tokens
         self._generation = cache.generation
         self._store_events = cache.store_events
         if exact and cache.complete:
@@ -129,10 +137,14 @@ class Prediction:
             cached_tokens = cached_tokens * self.prompt_tokens // prompt_tokens
             if cached_tokens >= (1.0 - TEXT_TOLERANCE) * self.tokens - 2 * cache.block_size:
                 cached_tokens = self.tokens
+        if self.declined_tokens >= MIN_LOADED_TOKENS:
+            cache.loads_always = cached_tokens - self.tokens >= 0.5 * self.declined_tokens
         local = self.tokens - self.store_tokens
         if self.store_tokens and cache.store is not None:
             loaded = min(max(0, cached_tokens - local), self.store_tokens)
             cache.store.accuracy.compare(self.store_tokens, loaded, now_s)
+            if self.store_tokens >= MIN_LOADED_TOKENS and loaded < 0.5 * self.store_tokens:
+                cache.loads_always = False
         cache.accuracy.compare(local, cached_tokens - min(max(0, cached_tokens - local), self.store_tokens), now_s)
         if cached_tokens < local:
             cached_blocks = cached_tokens // cache.block_size

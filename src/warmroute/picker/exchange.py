@@ -22,7 +22,7 @@ from warmroute.fleet.node import Node, Outcome
 from warmroute.prompt.prompt import Prompt
 from warmroute.routing.attempts import Attempts
 from warmroute.routing.dispatch import Dispatch
-from warmroute.routing.held_requests import send_or_shed
+from warmroute.routing.held_requests import send_or_shed, served_by
 from warmroute.routing.routing_errors import RoutingError
 from warmroute.telemetry.tracing.request_trace import RequestTrace
 
@@ -144,7 +144,7 @@ class PickerExchange(msgspec.Struct, eq=False):
         if attempts.done:
             return
         if head.served is not None and head.served is not attempts.ticket.node:
-            attempts.served_by(head.served, now_s)
+            served_by(attempts, self._proxy.dispatcher, head.served, now_s)
         if self.trace is not None:
             self.trace.node_answered(attempts.ticket, status)
         attempts.status = status

@@ -21,7 +21,7 @@ something happens, and the state machine calls the driver's `send` and `reject`.
 from __future__ import annotations
 
 from collections.abc import Callable, Container
-from typing import Any, Protocol
+from typing import Any
 
 from warmroute.fleet.node import Node, Outcome
 from warmroute.fleet.ticket import Ticket
@@ -33,24 +33,13 @@ from warmroute.routing.decision import Decision
 from warmroute.routing.dispatch import Dispatch
 from warmroute.routing.dispatcher import Dispatcher
 from warmroute.routing.failover import Failover
-from warmroute.routing.pair_dispatch import DecodeDispatch
 from warmroute.routing.rate_limits import Charge
 from warmroute.routing.routing_errors import AllNodesBusy, NotAdmitted, RoutingError
+from warmroute.routing.sampled_prompt import SampledPrompt
 from warmroute.routing.split_request import SplitRequest, try_pair
 
 Usage = tuple[int | None, int | None, int | None]
 """Prompt tokens, cached prompt tokens and output tokens that a response reports; None where it does not."""
-
-
-class SampledPrompt(Protocol):
-    """A request whose prompt the prompt doctor compares with others."""
-
-    def completed(
-        self, attempts: Attempts, key: tuple[str, str], prompt_tokens: int, cached_tokens: int | None,
-        ms_per_token: float, step_ms: float,
-    ) -> None:  # fmt: skip
-        """The response is complete. `key`: the model and route that its tokens count for. `cached_tokens`: None if
-        neither the node nor the router knows them. A prefill takes `ms_per_token`, and at least `step_ms`."""
 
 
 class Attempts:
@@ -79,7 +68,7 @@ class Attempts:
     _failover: Failover | None = None
     """Set once a node has failed."""
     envoy_retries: bool = False
-    """Whether Envoy has the request and sends it to the next node itself. `served_by` says which one that was."""
+    """Whether Envoy has the request and sends it to the next node itself (routing/held_requests.py)."""
     repeatable: bool = True
     """Whether the request may be sent to a second node while the first one may still execute it."""
     history: AttemptHistory | None = None
@@ -120,11 +109,7 @@ class Attempts:
             self.history.queue_length = dispatcher.admission.queue.waiting
         try:
             if charge is not None:
-                request = self.request
-                output = dispatcher.router.output_lengths.expected(
-                    request.model, request.tenant, request.max_output_tokens
-                )
-                charge.take_tokens(prompt_tokens, output, now_s)
+                charge.take_tokens(prompt_tokens, self.expected_output, now_s)
             dispatcher.admission.submit(self, now_s)
         except RoutingError as error:
             self.done = True
@@ -171,24 +156,11 @@ class Attempts:
     def _try(self, decision: Decision, node: Node, now_s: float) -> None:
         query = decision.query
         may_split = self.split is not None or query is None or query.group.has_roles
-        if may_split and self._try_pair(decision, node, now_s):
+        if may_split and try_pair(self, self._dispatcher, decision, node, now_s):
             return
         self.ticket = self._dispatcher.router.dispatch(decision, node, now_s)
         self.tried += 1
         self._send(node)
-
-    def _try_pair(self, decision: Decision, node: Node, now_s: float) -> bool:
-        """Send the request to two nodes if the decision says so, or if `node` needs another one. Return False if `node`
-        serves it alone."""
-        needs_partner = node.needs_partner
-        splits = decision.pair is not None or self.split is not None or needs_partner
-        if splits and try_pair(self, self._dispatcher, decision, node, now_s):
-            return True
-        if needs_partner:
-            self.ticket = self._dispatcher.router.dispatch(decision, node, now_s, DecodeDispatch)
-            self.tried += 1
-            self.node_failed(Outcome.BUSY, "no prefill node is available", now_s)
-        return needs_partner
 
     def send_alone(self, decision: Decision, node: Node, now_s: float) -> None:
         """Send the request to a node that was tried as part of a pair."""
@@ -196,9 +168,8 @@ class Attempts:
         self._send(node)
 
     def _send(self, node: Node) -> None:
-        dispatcher = self._dispatcher
         self.overdue_s = 0.0
-        dispatcher.waiting[self] = None
+        self._dispatcher.waiting[self] = None
         self.driver.send(node)
 
     def connection_refused(self, reason: str, now_s: float) -> None:
@@ -212,11 +183,9 @@ class Attempts:
         self, outcome: Outcome, reason: str, now_s: float, *, status: int = 0, retry_after_s: int | None = None
     ) -> None:
         """The node failed before the client received anything: try the next one, or reject the request.
-
-        `status`: that of a busy node, if it answered.
-        """
+        `status`: that of a busy node, if it answered."""
         dispatcher = self._dispatcher
-        failover = self._give_up(outcome, reason, now_s)
+        failover = self.give_up(outcome, reason, now_s)
         if outcome is Outcome.BUSY:
             failover.busy(failover.failed[-1], status, retry_after_s, now_s)
         if self.hedge is not None:
@@ -243,26 +212,16 @@ class Attempts:
         self.status = self.driver.reject(error)
         self._complete_entry(outcome, now_s)
 
-    def served_by(self, node: Node, now_s: float) -> None:
-        """Envoy could not use the request's node, and another one answers. The ticket moves there, as old as it was."""
-        opened_s = self.ticket.opened_s
-        failover = self._give_up(Outcome.FAILED, "Envoy used a fallback", now_s)
-        dispatcher = self._dispatcher
-        dispatcher.counters.retries += 1
-        self.tried += 1
-        self.request.streams = False  # its time includes that of the failed attempt: an upper bound of its prefill
-        self.ticket = dispatcher.router.dispatch(failover.decision, node, opened_s)
-
-    def _give_up(self, outcome: Outcome, reason: str, now_s: float) -> Failover:
+    def give_up(self, outcome: Outcome, reason: str, now_s: float) -> Failover:
         """Close the ticket on a node that failed."""
         dispatcher, ticket = self._dispatcher, self.ticket
         dispatcher.waiting.pop(self, None)
         dispatcher.close_ticket(self, ticket, outcome, now_s, reason)
-        failover = self._get_failover()
+        failover = self.get_failover()
         failover.add(ticket.node, outcome)
         return failover
 
-    def _get_failover(self) -> Failover:
+    def get_failover(self) -> Failover:
         if self._failover is None:
             self._failover = Failover(self.decision)
         return self._failover
@@ -293,32 +252,21 @@ class Attempts:
                 self.driver.withdraw()
                 self.node_failed(Outcome.FAILED, reason, now_s)
             return True
-        other = self._other_node(now_s, lambda other: other is not node)
+        other = self.other_node(now_s, lambda other: other is not node)
         if other is None:
             return False
         self.driver.withdraw()
-        failover = self._give_up(Outcome.FAILED, reason, now_s)
+        failover = self.give_up(Outcome.FAILED, reason, now_s)
         self._dispatcher.counters.retries += 1
         self._try(failover.decision, other, now_s)
         return True
 
-    def send_hedge(self, now_s: float) -> bool:
-        """Send the request to a second node. Return False if none is up and has room."""
-        dispatcher, node = self._dispatcher, self.ticket.node
-        has_room = dispatcher.admission.has_room
-        other = self._other_node(now_s, lambda o: o is not node and not o.needs_partner and has_room(o))
-        if other is None:
-            return False
-        self.hedge = dispatcher.router.dispatch(self._get_failover().decision, other, now_s)
-        self.tried += 1
-        self.driver.send_hedge(other)
-        return True
-
-    def _other_node(self, now_s: float, accepts: Callable[[Node], bool]) -> Node | None:
+    def other_node(self, now_s: float, accepts: Callable[[Node], bool]) -> Node | None:
+        """Return a node that is up, by a new decision; None if there is none or the request may not be sent again."""
         dispatcher = self._dispatcher
         if not dispatcher.may_try_another(self):
             return None
-        return self._get_failover().other_node(dispatcher.router, self.request, self.lookup, now_s, accepts)
+        return self.get_failover().other_node(dispatcher.router, self.request, self.lookup, now_s, accepts)
 
     def hedge_failed(
         self, outcome: Outcome, reason: str, now_s: float, *, status: int = 0, retry_after_s: int | None = None
@@ -326,7 +274,7 @@ class Attempts:
         """The second node failed. The first one still has the request. `status`: as for `node_failed`."""
         hedge, self.hedge = self.hedge, None
         assert hedge is not None
-        failover = self._get_failover()
+        failover = self.get_failover()
         failover.add(hedge.node, outcome)
         if outcome is Outcome.BUSY:
             failover.busy(hedge.node, status, retry_after_s, now_s)
@@ -350,7 +298,7 @@ class Attempts:
         outcome = Outcome.FAILED if self.request.streams or slow.expected_ttft_ms else Outcome.CANCELLED
         reason = f"no first byte after {now_s - slow.opened_s:.1f} s; another node answered"
         self.driver.withdraw()
-        self._give_up(outcome, reason, now_s)
+        self.give_up(outcome, reason, now_s)
         self._promote_hedge()
         self._dispatcher.counters.hedges_won += 1
         return self.response_started(status, None, now_s)
@@ -400,8 +348,8 @@ class Attempts:
         ticket, served = self.ticket, self.status < 400
         ticket.first_token(now_s, served)
         ticket.node.last_progress_s = now_s
-        if self.split is not None and served and self.request.streams and isinstance(ticket, DecodeDispatch):
-            self.split.learn_transfer(now_s)
+        if self.split is not None and served:
+            self.split.first_token(now_s)
         demand_meter = self._dispatcher.router.demand_meter
         if demand_meter is not None and served and (self.request.streams or not isinstance(ticket, Dispatch)):
             demand_meter.record_ttft((now_s - self.request.arrived_s) * 1000.0)
@@ -429,11 +377,10 @@ class Attempts:
         charge, ticket, dispatcher = self.charge, self.ticket, self._dispatcher
         demand_meter = dispatcher.router.demand_meter
         if usage is not None:
-            prompt_tokens, cached_tokens, output_tokens = usage
-            if self.split is not None and isinstance(ticket, DecodeDispatch):
-                cached_tokens = self.split.cached_tokens  # the decode node's own is what it had before the transfer
-                usage = (prompt_tokens, cached_tokens, output_tokens)
+            if self.split is not None:
+                usage = self.split.usage(usage)
             self.reported = usage
+            prompt_tokens, cached_tokens, output_tokens = usage
             if charge is not None:
                 charge.settle(prompt_tokens, output_tokens)
             if isinstance(ticket, Dispatch):

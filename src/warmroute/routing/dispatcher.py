@@ -24,7 +24,7 @@ from warmroute.fleet.ticket import Ticket
 from warmroute.routing.admission import Admission
 from warmroute.routing.attempt_history import ClosedTicket
 from warmroute.routing.decision import Decision
-from warmroute.routing.hedging import Hedging
+from warmroute.routing.hedging import Hedging, send_hedge
 from warmroute.routing.router import Router
 
 if TYPE_CHECKING:
@@ -117,10 +117,11 @@ class Dispatcher:
         fleet.observe_health(self._health_changed)
 
     def close_ticket(
-        self, attempts: Attempts, ticket: Ticket, outcome: Outcome, now_s: float, reason: str = ""
+        self, attempts: Attempts, ticket: Ticket, outcome: Outcome, now_s: float, reason: str = "", *, sent: bool = True
     ) -> None:
+        """`sent`: whether the node got the request. If not, it is no attempt."""
         self.fleet.close_ticket(ticket, outcome, now_s, reason)
-        if attempts.history is not None:
+        if attempts.history is not None and sent:
             attempts.history.closed.append(ClosedTicket(ticket, outcome, now_s, reason))
         if self._ticket_closed is not None:
             self._ticket_closed(attempts, ticket, now_s)
@@ -231,7 +232,7 @@ class Dispatcher:
             ):
                 continue
             try:
-                if attempts.send_hedge(now_s):
+                if send_hedge(attempts, self, now_s):
                     hedging.budget -= 1.0
                     self.counters.hedges += 1
                 else:

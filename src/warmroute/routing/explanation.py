@@ -37,6 +37,8 @@ def explain_decision(
     if tried > 1 and last is not None:
         others = "" if tried == 2 else f" and {_number(tried - 2, 'other')}"
         return f"{last.name}: retry after {record.node.name}{others} failed; first choice was {text}"
+    if record.pair is not None and last is not None and last is not record.node:
+        text += f"; {last.name} decodes, which cost less when the prompt was prefilled"
     return text
 
 

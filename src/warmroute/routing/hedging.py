@@ -27,6 +27,7 @@ from warmroute.config import Hedging as HedgingConfig
 
 if TYPE_CHECKING:
     from warmroute.routing.attempts import Attempts
+    from warmroute.routing.dispatcher import Dispatcher
 
 MAX_BURST: Final = 10.0
 """Hedges that may be sent at once: enough to notice that a node hangs."""
@@ -66,6 +67,18 @@ class Hedging:
         if node.waiting or node.kv_usage > HALF_EMPTY or attempts.overdue_s == opened_s:
             return silent_s >= HANGS_S
         return attempts.request.streams or silent_s >= attempts.overdue_s - opened_s
+
+
+def send_hedge(attempts: Attempts, dispatcher: Dispatcher, now_s: float) -> bool:
+    """Send a request to a second node. Return False if none is up and has room."""
+    node, has_room = attempts.ticket.node, dispatcher.admission.has_room
+    other = attempts.other_node(now_s, lambda o: o is not node and not o.needs_partner and has_room(o))
+    if other is None:
+        return False
+    attempts.hedge = dispatcher.router.dispatch(attempts.get_failover().decision, other, now_s)
+    attempts.tried += 1
+    attempts.driver.send_hedge(other)
+    return True
 
 
 def _expected_ms(attempts: Attempts) -> float:

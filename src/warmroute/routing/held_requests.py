@@ -1,14 +1,20 @@
-"""Ends the wait of a queued request that cannot wait longer: Envoy's filter would time out. No I/O.
+"""Requests that Envoy holds, and sends itself. No I/O.
 
-high, normal    the request goes to its best node, although that has no room
-low             the request is shed
+The wait of a queued request ends before Envoy's filter would time out:
+
+    high, normal    the request goes to its best node, although that has no room
+    low             the request is shed
+
+Envoy may send a request to another node than the router has chosen: then that node gets its ticket.
 """
 
 from __future__ import annotations
 
 from warmroute.config.priority import LOW
+from warmroute.fleet.node import Node, Outcome
 from warmroute.routing.admission import Admission
 from warmroute.routing.attempts import Attempts
+from warmroute.routing.dispatcher import Dispatcher
 from warmroute.routing.router import Router
 from warmroute.routing.routing_errors import HeldTooLong, RoutingError
 
@@ -27,3 +33,13 @@ def send_or_shed(admission: Admission, router: Router, attempts: Attempts, now_s
         attempts.on_rejected(error)
     else:
         attempts.on_admitted(decision)
+
+
+def served_by(attempts: Attempts, dispatcher: Dispatcher, node: Node, now_s: float) -> None:
+    """Envoy could not use the request's node, and another one answers. The ticket moves there, as old as it was."""
+    opened_s = attempts.ticket.opened_s
+    failover = attempts.give_up(Outcome.FAILED, "Envoy used a fallback", now_s)
+    dispatcher.counters.retries += 1
+    attempts.tried += 1
+    attempts.request.streams = False  # its time includes that of the failed attempt: an upper bound of its prefill
+    attempts.ticket = dispatcher.router.dispatch(failover.decision, node, opened_s)

@@ -7,7 +7,10 @@ transfer. The decode node does no prefill work, so its first token says nothing 
 
 from __future__ import annotations
 
+from typing import Any
+
 from warmroute._kernel import TicketState
+from warmroute.fleet.node import Outcome
 from warmroute.routing.dispatch import Dispatch
 
 
@@ -17,8 +20,45 @@ class PrefillDispatch(Dispatch):
 
 
 class DecodeDispatch(Dispatch):
-    __slots__ = ()
+    """Its memory is taken from the beginning. Its context slows down the node's batch only once it decodes."""
+
+    __slots__ = ("_held_tokens",)
     always_streams = True
+
+    def __init__(self, *arguments: Any) -> None:
+        self._held_tokens = 0
+        Dispatch.__init__(self, *arguments)
+
+    def hold(self) -> None:
+        """The node has to wait for the KV cache."""
+        self._held_tokens = self.tokens
+        self.node.add_context(-self.tokens)
+
+    def begin_decode(self, cache_group: str) -> None:
+        """The node gets the KV cache. Only now the peers learn of it: until then, the request may move."""
+        self._end_hold()
+        if self.prediction is not None:
+            self._cache_view.tell_peers(self.prediction, cache_group)
+
+    def _end_hold(self) -> None:
+        held, self._held_tokens = self._held_tokens, 0
+        if held:
+            self.node.add_context(held)
+
+    @property
+    def missing_tokens(self) -> int:
+        """KV tokens that the node is expected to lack."""
+        return self._new_tokens
+
+    def take_counts(self, before: DecodeDispatch) -> None:
+        """Take over what was counted for the request when its ticket was on another node."""
+        ours, theirs = self.prediction, before.prediction
+        if ours is not None and theirs is not None:
+            ours.sampled_blocks, ours.known_blocks = theirs.sampled_blocks, theirs.known_blocks
+
+    def close(self, outcome: Outcome, now_s: float) -> None:
+        self._end_hold()
+        Dispatch.close(self, outcome, now_s)
 
     def first_token(self, now_s: float, served: bool = True) -> None:
         TicketState.first_token(self, now_s, False)

@@ -19,6 +19,8 @@ unless the node's queue is long. A long gap is worse than several short ones of 
 counts. All requests of the node are delayed: those that wait there for their own prefill, or for a KV cache, decode by
 the time that this prompt is prefilled.
 
+The decode node is chosen a second time when the prompt is prefilled, perhaps seconds later (`decode_node`).
+
 The cheapest of all wins: short or cached prompts stay on the decode node because that is cheaper, and there is no
 threshold to set. Only the best few nodes of each side are combined. Where no node of a model has a role, nothing of it
 runs.
@@ -40,6 +42,7 @@ import msgspec
 
 from warmroute._kernel import FIRST_TOKEN_STEPS, STREAMED_WEIGHT, Prices
 from warmroute.fleet.group import Candidates, Group
+from warmroute.fleet.kv_transfer import transfer_ms
 from warmroute.fleet.node import Node
 from warmroute.routing.decision import Decision
 from warmroute.routing.policies.price_policy import BEHIND_SHARE, PricePolicy
@@ -54,10 +57,12 @@ MAX_DECODE: Final = 4
 """Decode nodes by each of two orders: the cheapest ones, and those with the least context."""
 NEAR: Final = 1.5
 """Nodes with a price up to this × the lowest one are among the cheapest."""
-STALL_SCALE_MS: Final = 1400.0
+STALL_SCALE_MS: Final = 200.0
 """An answer that stands still for this long costs as much as a first token that comes later by this time."""
 TOLERATED_MS: Final = 50.0
 """A gap between two tokens that users do not notice."""
+MIN_SAVED_MS: Final = 10.0
+"""A request goes to another decode node than its first one if that saves at least this."""
 REASON: Final = "cheapest pair"
 ALONE: Final = "cheapest alone"
 """The node costs less than any pair."""
@@ -89,6 +94,8 @@ class _Part(msgspec.Struct, eq=False, gc=False):
     """What its part costs besides."""
     alone_ms: float = 0.0
     contention_ms: float = 0.0
+    step_ms: float = 0.0
+    """Until the batch of the node has its first token."""
     is_short: bool = False
     """Whether the node prefills the prompt soon, and no other answer is delayed noticeably."""
 
@@ -150,7 +157,8 @@ class Pairs:
     # By price.
 
     def _by_price(self, decision: Decision, query: Query, policy: PricePolicy, prefill_nodes: Candidates) -> Decision:
-        decode = self._decode_parts(decision, query)
+        assert decision.prices is not None
+        decode = self._decode_parts(decision.prices, decision.candidates, decision.index, query)
         alone = [part for part in decode if not part.node.needs_partner]
         least_alone = min([part.alone_ms for part in alone], default=math.inf)
         always = policy.split == "always"
@@ -159,7 +167,7 @@ class Pairs:
         prefill = self._prefill_parts(query, policy, prefill_nodes)
         least_pair = math.inf if always else least_alone
         found: list[tuple[float, _Part, _Part, float, float]] = []
-        speeds = query.group.transfer_speeds
+        speeds, rates = query.group.transfer_speeds, dict[tuple[str, str], float]()
         for d in decode:
             if not d.node.transfers_kv:
                 continue
@@ -167,14 +175,17 @@ class Pairs:
             for p in prefill:
                 if p.node is d.node or p.node.engine != d.node.engine:
                     continue
-                speed = speeds.between(p.node.island, d.node.island)
+                islands = (p.node.island, d.node.island)
+                ms_per_token = rates.get(islands)
+                if ms_per_token is None:
+                    ms_per_token = rates[islands] = speeds.between(*islands).ms_per_token(query.now_s)
                 # Transfers from the same node share its network; those that end during the prefill delay nothing.
-                link_ms = p.node.transfer_tokens * speed.ms_per_token - p.row.prefill
-                transfer_ms = speed.ms(missing) + (link_ms if link_ms > 0.0 else 0.0)
-                own_ms = p.own_ms + transfer_ms + d.own_ms
+                link_ms = p.node.transfer_tokens * ms_per_token - p.row.prefill
+                moved_ms = transfer_ms(ms_per_token, missing) + (link_ms if link_ms > 0.0 else 0.0)
+                own_ms = p.own_ms + moved_ms + d.own_ms
                 total = own_ms + p.others_ms + d.others_ms + policy.risk_ms(query, own_ms)
                 if total < least_pair * TIE or needs_partner:
-                    found.append((total, p, d, transfer_ms, own_ms))
+                    found.append((total, p, d, moved_ms, own_ms))
                     least_pair = min(least_pair, total)
         if not found or (least_pair >= least_alone and not always):
             if not alone:
@@ -186,9 +197,9 @@ class Pairs:
         on_decode = [one[3] + one[2].own_ms + one[2].others_ms for one in tied]
         most_ms = min(on_decode) * TIE
         tied = [one for one, ms in zip(tied, on_decode, strict=True) if ms <= most_ms]
-        total, p, d, transfer_ms, own_ms = tied[int(self._random.random() * len(tied))]
-        price = _price_of_pair(total, p, d, transfer_ms, own_ms)
-        pair = Pair(p.node, max(0.0, d.row.new), price, transfer_ms, least_alone if alone else 0.0)
+        total, p, d, moved_ms, own_ms = tied[int(self._random.random() * len(tied))]
+        price = _price_of_pair(total, p, d, moved_ms, own_ms)
+        pair = Pair(p.node, max(0.0, d.row.new), price, moved_ms, least_alone if alone else 0.0)
         return Decision(
             d.node, decision.policy, REASON, decision.order, decision.prices, decision.candidates, d.index,
             decision.cache_counts, pair=pair,
@@ -226,13 +237,41 @@ class Pairs:
             parts.append(_Part(node, index, row, row.own, row.memory + row.congestion + decoding_ms))
         return parts
 
-    def _decode_parts(self, decision: Decision, query: Query) -> list[_Part]:
-        prices, group = decision.prices, query.group
-        assert prices is not None
-        nodes = decision.candidates
+    def decode_node(self, query: Query, policy: PricePolicy, pair: Pair, current: Node) -> Node:
+        """The prompt is prefilled: return the node that decodes its answer at the lowest cost now. `current` has a
+        ticket of the request."""
+        group, engine = query.group.sort_if_changed(), pair.prefill_node.engine
+        if query.candidates is not group.up:  # some have gone down, or only some may serve the request
+            up = group.up.by_name
+            query.candidates = Candidates([node for node in query.candidates.nodes if node.name in up])
+        nodes = query.candidates.nodes
+        if current not in nodes or len(nodes) < 2:
+            return current
+        speed = group.transfer_speeds.between(pair.prefill_node.island, current.island)
+        ms_per_token = speed.ms_per_token(query.now_s)
+        best, least = current, math.inf
+        for part in self._decode_parts(policy.prices(query), nodes, nodes.index(current), query):
+            node, row = part.node, part.row
+            if node.engine != engine or node.island != current.island or not node.transfers_kv:
+                continue
+            if node is pair.prefill_node:  # a mixed one: nothing would be transferred
+                continue
+            moved_ms = transfer_ms(ms_per_token, max(0.0, row.new))
+            total = moved_ms + part.own_ms + part.contention_ms + row.memory
+            stall_ms = row.wait - moved_ms
+            if stall_ms > TOLERATED_MS:  # the node prefills another prompt
+                total += stall_ms + stall_ms * stall_ms / STALL_SCALE_MS
+            if node is current:  # its memory is taken already
+                total -= row.room + row.memory + part.step_ms * (node.load == 1) + MIN_SAVED_MS
+            if total < least:
+                best, least = node, total
+        return best
+
+    def _decode_parts(self, prices: Prices, nodes: Sequence[Node], chosen: int, query: Query) -> list[_Part]:
+        group = query.group
         # The queue is for the prefill nodes: decode nodes get short prompts at once.
         behind = BEHIND_SHARE * group.waiting / query.candidates.shared_by
-        indexes = _best_decode(prices, nodes, decision.index)
+        indexes = _best_decode(prices, nodes, chosen)
         decode_speed = group.decode_speed
         tokens_ms = [decode_speed.token_ms(nodes[at].context_tokens) * nodes[at].speed.factor for at in indexes]
         fastest_ms = min(tokens_ms)
@@ -249,7 +288,7 @@ class Pairs:
             stall_ms = _stall_ms(row, token_ms)
             alone_ms = row.total + _interference_ms(node, stall_ms) - behind * work_ms
             is_short = stall_ms <= 0.0 and row.wait <= TOLERATED_MS
-            parts.append(_Part(node, index, row, own_ms, others_ms, alone_ms, contention_ms, is_short))
+            parts.append(_Part(node, index, row, own_ms, others_ms, alone_ms, contention_ms, step_ms, is_short))
         return parts
 
 
@@ -277,9 +316,8 @@ def _price_of_pair(total: float, p: _Part, d: _Part, transfer_ms: float, own_ms:
     on_p, on_d = p.row, d.row
     others_ms = total - own_ms
     congestion_ms = others_ms - d.contention_ms - on_p.memory - on_d.memory
-    step_ms = d.own_ms - on_d.room - on_d.distance - on_d.adapter
     return Price(
-        total, on_p.wait, on_p.prefill + step_ms, on_p.room + on_d.room, d.contention_ms,
+        total, on_p.wait, on_p.prefill + d.step_ms, on_p.room + on_d.room, d.contention_ms,
         on_p.distance + on_d.distance + transfer_ms, on_p.adapter + on_d.adapter, 0.0, on_p.memory + on_d.memory,
         max(0.0, congestion_ms), on_p.cached, on_p.new, on_d.output,
     )  # fmt: skip

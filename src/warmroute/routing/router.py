@@ -25,8 +25,9 @@ from warmroute.routing.dispatch import Dispatch, OtherPrompts
 from warmroute.routing.island_choice import IslandChoice
 from warmroute.routing.output_length import OutputLengthEstimate
 from warmroute.routing.pair_dispatch import DecodeDispatch, PrefillDispatch
-from warmroute.routing.pairs import Pairs
+from warmroute.routing.pairs import Pair, Pairs
 from warmroute.routing.policies import make_policy
+from warmroute.routing.policies.price_policy import PricePolicy
 from warmroute.routing.policy import Policy
 from warmroute.routing.price_terms import ASSUMED_PROMPT_TOKENS
 from warmroute.routing.query import Query
@@ -217,16 +218,25 @@ class Router:
         usable = (one for one in nodes if one.engine == node.engine and one not in failed)
         return min(usable, key=attrgetter("load"), default=None)
 
-    def dispatch(self, decision: Decision, node: Node, now_s: float, kind: type[Dispatch] = Dispatch) -> Ticket:
+    def decode_node(self, decision: Decision, pair: Pair, current: Node, now_s: float) -> Node:
+        """The prompt of a request is prefilled: return the node that decodes its answer at the lowest cost."""
+        query = decision.query
+        if query is None or not isinstance(policy := self.policy_of(query.request), PricePolicy):
+            return current
+        return self._pairs.decode_node(query.repeat(now_s), policy, pair, current)
+
+    def dispatch(
+        self, decision: Decision, node: Node, now_s: float, kind: type[Dispatch] = Dispatch, counted: bool = False
+    ) -> Ticket:
         """Open the ticket of a request on the node that it is sent to: the chosen one or a fallback. `kind`: the node
-        may only prefill, or only decode."""
+        may only prefill, or only decode. `counted`: its ticket moves there from a node that did not get the request."""
         query = decision.query
         if self.on_dispatch is not None:
             self.on_dispatch()
         if query is not None and kind is not PrefillDispatch:
-            if (windows := query.group.windows) is not None:
+            if (windows := query.group.windows) is not None and not counted:
                 windows.record(self._context_fit.needed(query.request), now_s)
-            if query.move_reason is not None:
+            if query.move_reason is not None and not counted:
                 try:
                     self.island_choice.dispatched(query, node, now_s)
                 except Exception as error:
@@ -243,7 +253,9 @@ class Router:
         try:
             hits = query.known_hits
             hit = (hits if hits is not None else query.hits()).get(node.name)
-            prediction = cache_view.record_routed(query.group.model, lookup, node.name, hit, now_s)
+            prediction = cache_view.record_routed(
+                query.group.model, lookup, node.name, hit, now_s, tell_peers=kind is not DecodeDispatch, counted=counted
+            )
             if special is not None and special.others:
                 others = self._predict_others(query, special, node, now_s)
         except Exception as error:

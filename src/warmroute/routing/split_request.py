@@ -13,6 +13,7 @@ Rules:
    request was sent, since the engine may release it once it was fetched; else the prefill node gets the request again,
    and has the prompt cached.
 4. A ticket is open on each node that has the request, and on the decode node from the beginning: its memory is taken.
+5. When the prompt is prefilled, another decode node may have become cheaper: then the ticket moves there.
 
 A decode node that cannot prefill (Node.needs_partner) gets its request at the same time as the prefill node. Where that
 fails, both get it again, with another prefill node.
@@ -25,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from warmroute._kernel import FIRST_TOKEN_STEPS
 from warmroute.event_log import EventLog
+from warmroute.fleet.kv_transfer import transfer_ms
 from warmroute.fleet.node import Node, Outcome
 from warmroute.fleet.ticket import Ticket
 from warmroute.routing.decision import Decision
@@ -106,15 +108,65 @@ class SplitRequest:
     def reserve(self, node: Node, now_s: float) -> None:
         """Open the ticket on the node that will decode."""
         attempts, dispatcher = self._attempts, self._dispatcher
-        attempts.ticket = dispatcher.router.dispatch(self._decision, node, now_s, DecodeDispatch)
+        is_first = not attempts.tried
+        ticket = attempts.ticket = dispatcher.router.dispatch(self._decision, node, now_s, DecodeDispatch)
         attempts.overdue_s = 0.0
         attempts.tried += 1
-        dispatcher.waiting.pop(attempts, None)
-        dispatcher.waiting[attempts] = None
+        self._wait()
         dispatcher.splits[attempts] = None
+        if isinstance(ticket, DecodeDispatch):
+            if is_first and self._may_move:
+                ticket.hold()
+            elif node is not self._decision.node:
+                self._expect_transfer(ticket, now_s)
+
+    def _wait(self) -> None:
+        """Put the request behind those that were sent before its ticket was opened."""
+        waiting = self._dispatcher.waiting
+        waiting.pop(self._attempts, None)
+        waiting[self._attempts] = None
+
+    def _expect_transfer(self, ticket: DecodeDispatch, now_s: float) -> None:
+        """Expect the transfer to another decode node than that of the decision, which lacks other tokens."""
+        query, pair, tokens = self._decision.query, self.pair, float(ticket.missing_tokens)
+        if query is None or self.phase is Phase.OVER:
+            return
+        speed = query.group.transfer_speeds.between(pair.prefill_node.island, ticket.node.island)
+        pair.prefill_node.transfer_tokens += tokens - pair.transfer_tokens
+        ms = transfer_ms(speed.ms_per_token(now_s), tokens)
+        self.pair = Pair(pair.prefill_node, tokens, pair.price, ms, pair.alone_ms)
+
+    @property
+    def _may_move(self) -> bool:
+        """Whether the decode node is chosen a second time."""
+        attempts = self._attempts
+        return self.pair.price is not None and attempts.tried == 1 and not attempts.ticket.node.needs_partner
+
+    def _choose_decode_node(self, now_s: float) -> None:
+        """The prompt is prefilled. Move the ticket if another decode node is cheaper by now."""
+        attempts, dispatcher = self._attempts, self._dispatcher
+        ticket = attempts.ticket
+        if not self._may_move:
+            return
+        node = dispatcher.router.decode_node(self._decision, self.pair, ticket.node, now_s)
+        if node is ticket.node:
+            return
+        moved = attempts.ticket = dispatcher.router.dispatch(self._decision, node, now_s, DecodeDispatch, counted=True)
+        self._wait()
+        if isinstance(moved, DecodeDispatch):
+            self._expect_transfer(moved, now_s)
+            if isinstance(ticket, DecodeDispatch):
+                moved.take_counts(ticket)
+        dispatcher.close_ticket(attempts, ticket, Outcome.CANCELLED, now_s, sent=False)
+
+    def _begin_decode(self) -> None:
+        self.phase = Phase.TRANSFERRING
+        query = self._decision.query
+        if isinstance(ticket := self._attempts.ticket, DecodeDispatch) and query is not None:
+            ticket.begin_decode(query.lookup.cache_group if query.lookup is not None else "")
 
     def send_decode(self, now_s: float) -> None:
-        self.phase = Phase.TRANSFERRING
+        self._begin_decode()
         self.sent_s = now_s
         self.decode_sent = True  # the driver clears it if it could not connect
         self._attempts.driver.send(self._attempts.ticket.node)
@@ -148,7 +200,9 @@ class SplitRequest:
         ticket.node.last_progress_s = now_s
         self.transfer = transfer
         if concurrent:
-            self.phase = Phase.TRANSFERRING
+            self._begin_decode()
+        else:
+            self._choose_decode_node(now_s)
         self._close_prefill(Outcome.OK, now_s)
         if not concurrent:
             self.send_decode(now_s)
@@ -246,19 +300,29 @@ class SplitRequest:
         if self.phase is Phase.PREFILLING:  # the decode node has the KV cache before the prefill node has answered
             self._attempts.driver.withdraw_prefill()
             self.prefill_ticket.first_token(now_s)
+            self._begin_decode()
             self._close_prefill(Outcome.OK, now_s)
         self._end(TRANSFERRED)
 
-    def learn_transfer(self, now_s: float) -> None:
-        """The first token of a streamed response arrived: learn how long the transfer took."""
-        query, node = self._decision.query, self._attempts.ticket.node
+    def first_token(self, now_s: float) -> None:
+        """The response's first token arrived: learn how long the transfer took, if the response is streamed."""
+        attempts = self._attempts
+        query, node = self._decision.query, attempts.ticket.node
+        if not attempts.request.streams or not isinstance(attempts.ticket, DecodeDispatch):
+            return
         if query is None or not self.sent_s or node.needs_partner:
             return
         group = query.group
         steps_ms = FIRST_TOKEN_STEPS * group.decode_speed.token_ms(node.context_tokens) * node.speed.factor
         took_ms = (now_s - self.sent_s) * 1000.0 - node.round_trip_ms - steps_ms
         speed = group.transfer_speeds.between(self.pair.prefill_node.island, node.island)
-        speed.learn(self.pair.transfer_tokens, took_ms)
+        speed.learn(self.pair.transfer_tokens, took_ms, now_s)
+
+    def usage(self, reported: Usage) -> Usage:
+        """Return the tokens that count for a response. A decode node reports what it had cached before the transfer."""
+        if not isinstance(self._attempts.ticket, DecodeDispatch):
+            return reported
+        return reported[0], self.cached_tokens, reported[2]
 
     def abandon(self, now_s: float) -> None:
         """The request ends, or leaves both nodes: free the prefill node. The caller closes the decode node's ticket."""
@@ -311,6 +375,20 @@ class SplitRequest:
 
 
 def try_pair(attempts: Attempts, dispatcher: Dispatcher, decision: Decision, node: Node, now_s: float) -> bool:
+    """Send a request to two nodes if the decision says so, or if `node` needs another one. Return False if `node`
+    serves it alone."""
+    needs_partner = node.needs_partner
+    splits = decision.pair is not None or attempts.split is not None or needs_partner
+    if splits and _find_pair(attempts, dispatcher, decision, node, now_s):
+        return True
+    if needs_partner:
+        attempts.ticket = dispatcher.router.dispatch(decision, node, now_s, DecodeDispatch)
+        attempts.tried += 1
+        attempts.node_failed(Outcome.BUSY, "no prefill node is available", now_s)
+    return needs_partner
+
+
+def _find_pair(attempts: Attempts, dispatcher: Dispatcher, decision: Decision, node: Node, now_s: float) -> bool:
     """Send a request to `node` and to a prefill node. Return False if there is none: then `node` gets the request
     alone, or not at all if it needs a partner."""
     if not attempts.request.may_split:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from warmroute._kernel import TicketState
 from warmroute.fleet.group import Group
-from warmroute.fleet.kv_transfer import LATENCY_MS, LoadSpeed
+from warmroute.fleet.kv_transfer import LATENCY_MS, TransferSpeed
 from warmroute.fleet.node import Node
 from warmroute.index.cache_view import CacheView
 from warmroute.index.prediction import Prediction
@@ -29,11 +29,13 @@ class StoreDispatch(Dispatch):
             prediction.tokens,
         )  # fmt: skip
         store = prediction.cache.store
-        self._load_speed: LoadSpeed | None = None
+        self._load_speed: TransferSpeed | None = None
         self._expected_load_ms = 0.0
         if store is not None and node.load == 1 and request.streams:
             self._load_speed = group.transfer_speeds.from_store(store.name, node.island)
-            self._expected_load_ms = prediction.store_tokens * self._load_speed.ms_per_token(now_s)
+            # What is expected of the node does not exceed a prefill, even if it loads more slowly.
+            ms_per_token = min(self._load_speed.ms_per_token(now_s), node.speed.ms_per_token)
+            self._expected_load_ms = prediction.store_tokens * ms_per_token
 
     def first_token(self, now_s: float, served: bool = True) -> None:
         TicketState.first_token(self, now_s, False)

@@ -28,8 +28,9 @@ from warmroute._kernel import RouteTraffic as RouteTraffic
 from warmroute._kernel import TokenTraffic as TokenTraffic
 from warmroute._kernel import TrafficRecorder
 from warmroute.fleet.node import Node
-from warmroute.routing.attempts import Attempts, SampledPrompt, Usage
+from warmroute.routing.attempts import Attempts, Usage
 from warmroute.routing.dispatch import Dispatch
+from warmroute.routing.sampled_prompt import SampledPrompt
 from warmroute.telemetry.popular_prefixes import PopularPrefixes
 
 MAX_ROUTES: Final = 256
