@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import socket
 import time
 import zlib
 from collections.abc import Iterator
+from itertools import count
 from typing import Any
 
 import pytest
@@ -22,7 +24,7 @@ from support.scripted_engine import ScriptedEngine, engines
 
 from warmroute.edge.api_keys import hash_key
 from warmroute.fleet.engine_rates import EngineCounters, EngineRates
-from warmroute.telemetry.traffic import TokenTraffic
+from warmroute.telemetry.traffic import RouteTraffic, TokenTraffic
 
 LONG = chat(content="word " * 2000)
 USAGE = {"prompt_tokens": 2000, "completion_tokens": 50, "prompt_tokens_details": {"cached_tokens": 1500}}
@@ -184,6 +186,30 @@ async def test_twenty_scrapes_at_once_render_one_page() -> None:
         pages = await others
         assert [page.status for page in pages] == [200] * 20
         assert len(rendered) <= 2
+
+
+async def test_tenants_that_appear_while_the_page_is_rendered_do_not_break_it() -> None:
+    """The garbage collector may run in the middle of a loop over a dict; its finalizers let other threads run."""
+    async with engines() as [engine], router(engine) as r:
+        traffic, number = r.service.traffic, count()
+        for _ in range(50):
+            traffic.by_tenant["m", f"tenant-{next(number)}"] = TokenTraffic()
+
+        def count_requests(phase: str, info: dict[str, int]) -> None:
+            name = f"new-{next(number)}"
+            traffic.by_tenant["m", name] = traffic.by_node["m", name] = TokenTraffic()
+            traffic.by_route["m", name] = RouteTraffic()
+
+        thresholds = gc.get_threshold()
+        gc.callbacks.append(count_requests)
+        gc.set_threshold(5)
+        try:
+            page = r.service.scrapes._render(False)
+        finally:
+            gc.set_threshold(*thresholds)
+            gc.callbacks.remove(count_requests)
+        assert len(traffic.by_tenant) > 60
+        assert b'tenant="tenant-49"' in b"".join(page)
 
 
 async def test_a_scraper_that_never_reads_is_disconnected_and_delays_nobody() -> None:

@@ -32,5 +32,5 @@ class DiscoveryMetrics:
             page[metrics.DISCOVERY_UP].add(source.up, name)
             page[metrics.DISCOVERY_TARGETS].add(source.targets, name)
             page[metrics.DISCOVERY_FAILURES].add(source.failures, name)
-            for change, count in source.changes.items():
+            for change, count in source.changes.copy().items():
                 page[metrics.DISCOVERY_CHANGES].add(count, format_labels(change=change, source=source.name))

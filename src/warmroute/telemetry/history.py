@@ -196,7 +196,7 @@ class History:
     def _totals(self, now_s: float) -> _WindowStart:
         """Return the current totals. A thread may call it while requests change them."""
         traffic = self._traffic
-        routes = {key: sums_of(one) for key, one in list(traffic.by_route.items())}
+        routes = {key: sums_of(one) for key, one in traffic.by_route.copy().items()}
         return _WindowStart(now_s, sums_of(traffic.total), routes, dict(self._counters.rejected_by_tenant))
 
     def _note_scaling(self) -> None:

@@ -175,7 +175,7 @@ class MetricsPage:
             for state, label in _HEALTH_STATES:
                 states.add(state is current and not draining, name + label)
             states.add(draining, name + ',state="draining"')
-            for reason, count in node.recent_requests.ejections.items():
+            for reason, count in node.recent_requests.ejections.copy().items():
                 page[metrics.NODE_EJECTIONS].add(count, f'{name},reason="{reason}"')
             for outcome, label in _OUTCOMES:
                 requests.add(node.outcomes[outcome], name + label)

@@ -40,7 +40,8 @@ _BY_NODE: Final[tuple[Metric, ...]] = (
 
 
 class TrafficMetrics:
-    """Every method may run in a thread while requests are counted."""
+    """Every method may run in a thread while requests are counted. So it reads copies of dicts: `copy()` is one step
+    for other threads. `list(d.items())` is not: it creates tuples, and the garbage collector may run in between."""
 
     def __init__(self, traffic: Traffic, counters: Counters) -> None:
         self._traffic = traffic
@@ -49,18 +50,18 @@ class TrafficMetrics:
     def __call__(self, page: Page) -> None:
         traffic = self._traffic
         route_lines = _lines(page, _BY_ROUTE)
-        for (model, route), of_route in list(traffic.by_route.items()):
+        for (model, route), of_route in traffic.by_route.copy().items():
             labels = f'model="{label_value(model)}",route="{label_value(route)}"'
             for name, lines in route_lines:
                 lines.add(getattr(of_route, name), labels)
             self._add_route(page, of_route, labels)
         tenant_lines = [("requests", page[metrics.TENANT_REQUESTS]), *_lines(page, _BY_TENANT)]
-        for (model, tenant), of_tenant in list(traffic.by_tenant.items()):
+        for (model, tenant), of_tenant in traffic.by_tenant.copy().items():
             labels = f'model="{label_value(model)}",tenant="{label_value(tenant)}"'
             for name, lines in tenant_lines:
                 lines.add(getattr(of_tenant, name), labels)
         node_lines = _lines(page, _BY_NODE)
-        for (model, node), of_node in list(traffic.by_node.items()):
+        for (model, node), of_node in traffic.by_node.copy().items():
             labels = f'model="{label_value(model)}",node="{label_value(node)}"'
             for name, lines in node_lines:
                 lines.add(getattr(of_node, name), labels)
