@@ -122,7 +122,7 @@ async def test_a_long_new_text_is_read_where_its_estimate_says(estimate_ms: floa
         gate.open.set()
         tokenizer = prompt_tokenizer_of(r).tokenizer
         assert tokenizer is not None
-        tokenizer.estimate_encode_ms = lambda _body, _spans: estimate_ms  # type: ignore[method-assign]
+        tokenizer.estimate_encode_ms = lambda _body, _spans: estimate_ms  # type: ignore[method-assign, assignment]
         assert (await r.request(post(chat(unseen_text(1, 30_000))))).status == 200
         assert (gate.on_loop, gate.entered) == where
 
