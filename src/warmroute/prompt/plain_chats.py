@@ -49,6 +49,7 @@ class PlainChats:
 
     def __init__(self, tokenizer: Tokenizer, budget_bytes: int) -> None:
         self._tokenizer = tokenizer
+        self._worst_ms_per_byte: float = tokenizer.worst_ms_per_byte
         self._checks: dict[str, LayoutCheck] = {}
         """By template source."""
         self.messages = MessageTokens(budget_bytes)
@@ -104,8 +105,10 @@ class PlainChats:
 
     def _estimate_ms(self, outline: Outline, body: bytes, messages: Sequence[MissingMessage]) -> float:
         """Return how long it takes to encode these messages."""
-        fixed_ms = MESSAGE_MS * len(messages)
-        worst_ms = fixed_ms + self._tokenizer.worst_encode_ms(sum([size for _message, _start, _end, size in messages]))
+        fixed_ms, size_bytes = MESSAGE_MS * len(messages), 0
+        for _message, _start, _end, size in messages:
+            size_bytes += size
+        worst_ms = fixed_ms + self._worst_ms_per_byte * size_bytes
         if fixed_ms > LOOP_MS or worst_ms <= LOOP_MS:
             return worst_ms
         spans = memoryview(outline.message_spans).cast("I")
@@ -129,7 +132,9 @@ class PlainChats:
         None where the tokenizer does not find the cut token. Raises UnicodeEncodeError.
         """
         before = layout.starts[start]
-        tokens = self._tokenizer.encode(f"{before.text}{before.transform(text)}{layout.ends[end]}")
+        if before.transform is not None:
+            text = before.transform(text)
+        tokens = self._tokenizer.encode(f"{before.text}{text}{layout.ends[end]}")
         if not before.cut_token:
             return tokens
         return tokens[TOKEN_BYTES:] if tokens.startswith(before.cut_token) else None

@@ -84,12 +84,12 @@ class TokenizeJob(msgspec.Struct, eq=False):
             return cost_ms
         plan = self.plan
         if plan is None and self.request.endpoint in _CHAT_ENDPOINTS:
-            return cost_ms + _COST_MS_OF_A_NEW_CONTEXT + tokenizer.worst_encode_ms(body_bytes)
+            return cost_ms + _COST_MS_OF_A_NEW_CONTEXT + tokenizer.worst_ms_per_byte * body_bytes
         if plan is None:
             return cost_ms + tokenizer.estimate_encode_ms(self.request.body, [(0, body_bytes)])
         cost_ms += MESSAGE_MS * plan.new_messages
         if plan.plain is not None:
-            return cost_ms + tokenizer.worst_encode_ms(plan.new_bytes)  # `tokenize_plain` has sampled it
+            return cost_ms + tokenizer.worst_ms_per_byte * plan.new_bytes  # `tokenize_plain` has sampled it
         end = self.request.fields["messages"][1]
         return cost_ms + tokenizer.estimate_encode_ms(self.request.body, [(end - plan.new_bytes, end)])
 

@@ -64,6 +64,8 @@ class Tokenizer:
         """A hash, in 16 hexadecimal digits, of everything that the token ids depend on."""
         self._fast = self._load_fast(definition, segment_cache_bytes)
         self._encoding_time = EncodingTime(self.encode, self._fast is not None)
+        self.worst_ms_per_byte = self._encoding_time.worst_ms_per_byte
+        """The longest that it takes to encode a text, for each of its bytes."""
         self.special_prefix, self.special_suffix = self._find_special_tokens()
         """The tokens that `add_special_tokens` puts before and after a text."""
 
@@ -91,10 +93,6 @@ class Tokenizer:
     def _encode_reference(self, text: str) -> bytes:
         text.encode()
         return pack_token_ids(self._reference.encode(text, add_special_tokens=False).ids)
-
-    def worst_encode_ms(self, size_bytes: int) -> float:
-        """Return the longest that a text of this size takes to encode."""
-        return size_bytes * self._encoding_time.worst_ms_per_byte
 
     def estimate_encode_ms(self, body: bytes, spans: Sequence[Span]) -> float:
         """Return how long these parts of a request's body take to encode. Takes samples of a long text."""
