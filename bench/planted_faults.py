@@ -419,7 +419,7 @@ async def _run(args: argparse.Namespace, chats: Sequence[Any], scenarios: Sequen
             return await live(name, args.data, plans[name], args.before, seconds, 21_000 + 400 * number)
 
     results = await asyncio.gather(*(one(number, name) for number, name in enumerate(scenarios)))
-    report.value("load average", load)
+    report.value("load_average", load)
     report.value("seed", args.seed)
     report.table("faults", "fault", "hit rate before", "after", "alert after", "cause", "the router says")
     for name, seen in zip(scenarios, results, strict=True):

@@ -38,6 +38,14 @@ def test_check_config_takes_the_file_like_other_commands_too(
     assert main(["check-config"]) == 2 and "needs one FILE" in capsys.readouterr().err
 
 
+def test_check_config_reports_tokenizers_beside_other_problems(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    text = '[journal]\nfile = "/nowhere/j"\n[[models]]\nname = "m"\ntokenizer = "/nope"'
+    code, message = check_config(capsys, tmp_path / "c.toml", text)
+    assert code == 2 and "journal.file" in message and "cannot load the tokenizer of 'm'" in message
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -237,4 +245,4 @@ def test_serve_reports_an_address_of_another_machine() -> None:
 def test_serve_reports_a_port_in_use() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         message = serve_fails("--port", str(listening.getsockname()[1]))
-    assert "another process may use the port: choose another port" in message
+    assert "another process uses the port; choose another one (`listen.port` or --port," in message

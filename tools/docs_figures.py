@@ -23,7 +23,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
-DIRECTIVE = re.compile(r"<!-- (table|value|command) (\S+) -->(.*?)<!-- / -->", re.DOTALL)
+DIRECTIVE = re.compile(r"<!-- (table|value|command) ([^>\n]+) -->(.*?)<!-- / -->", re.DOTALL)
 
 
 def pages() -> Iterator[Path]:

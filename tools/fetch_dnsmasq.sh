@@ -9,6 +9,10 @@ apt-get -q -o APT::Sandbox::User=root download dnsmasq-base libnetfilter-conntra
   libmd0 libtinfo6 liblzma5 libsystemd0 libcap2 liblz4-1 libzstd1 libgcrypt20 libgpg-error0
 for one in *.deb; do dpkg -x "$one" root; done
 rm -f ./*.deb
-printf '#!/bin/sh\nexec env LD_LIBRARY_PATH=%s %s "$@"\n' "$PWD/root/usr/lib/$(uname -m)-linux-gnu:$PWD/root/lib/$(uname -m)-linux-gnu" \
-  "$PWD/root/usr/sbin/dnsmasq" > dnsmasq
+cat > dnsmasq <<'END'
+#!/bin/sh
+root=$(dirname "$(readlink -f "$0")")/root
+libraries=$(uname -m)-linux-gnu
+LD_LIBRARY_PATH=$root/usr/lib/$libraries:$root/lib/$libraries exec "$root/usr/sbin/dnsmasq" "$@"
+END
 chmod +x dnsmasq

@@ -82,3 +82,5 @@ async def test_workers_and_another_replica_share_their_state(tmp_path: Path) -> 
                 await eventually(lambda: metric(workers, "warmroute_cluster_connected"), 0.0)
                 assert (await workers.request()).status == 200
                 assert (await admin(workers, "/ready"))[0] == 200
+                changed = json.loads((await admin(workers, "/admin/nodes/node0/drain", "POST"))[1])["replicas"]
+                assert not changed["connected"] and changed["confirmed"] == 1  # by the other worker

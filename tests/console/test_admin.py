@@ -64,7 +64,8 @@ async def test_a_draining_node_gets_no_requests_until_it_is_undrained() -> None:
         peer = await r.connect()
         peer.write(post())
         await until(lambda: drained.seen)
-        assert (await r.admin("POST", "/admin/nodes/node0/drain")).json["state"] == "draining"
+        node = (await r.admin("POST", "/admin/nodes/node0/drain")).json
+        assert node["state"] == "draining" and node["reason"] == "it gets no new requests"
         for _ in range(4):
             assert (await r.request()).status == 200
         assert len(drained.seen) == 1

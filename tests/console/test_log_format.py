@@ -48,6 +48,15 @@ def test_text_has_the_date_the_level_the_event_its_fields_and_the_sentence(capsy
     )
 
 
+def test_lines_of_a_worker_name_it(capsys: pytest.CaptureFixture[str]) -> None:
+    logs.set_up(Log(), worker=1)
+    log_request()
+    assert " INFO    [worker 1] request request_id=wr-1 " in capsys.readouterr().err
+    logs.set_up(Log(format="json"), worker=0)
+    log_request()
+    assert json.loads(capsys.readouterr().err)["worker"] == 0
+
+
 def test_json_has_a_key_for_each_field(capsys: pytest.CaptureFixture[str]) -> None:
     logs.set_up(Log(format="json"))
     log_request()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 from policy_harness import POLICIES, PolicyHarness
 
@@ -73,6 +75,20 @@ def test_a_recovered_node_starts_slowly(policy: str) -> None:
         chosen = [harness.decide(f"{n}", now_s, user=f"u{n}").node is node for n in range(400)]
         shares.append(sum(chosen) / 400)
     assert shares[0] < 0.15 and shares[0] < shares[1] < 0.45 and shares[2] > 0.4
+
+
+def test_nodes_that_started_together_have_no_slow_start() -> None:
+    """For example all engines of a fleet that started after the router: no node needs protection from its share."""
+    harness = PolicyHarness("round_robin", 3, slow_start_s=10.0)
+    for node in harness.nodes:
+        harness.fleet.check_failed(node, 0, "gone")
+    for node in harness.nodes[:2]:
+        harness.fleet.check_passed(node, 1000)
+    counts = Counter(harness.decide(now_s=1005.0).node for _ in range(100))
+    assert counts[harness.nodes[0]] == counts[harness.nodes[1]] == 50  # in turn: neither was left out
+    harness.fleet.check_passed(harness.nodes[2], 1004.5)
+    counts = Counter(harness.decide(now_s=1005.0).node for _ in range(400))
+    assert 0 < counts[harness.nodes[2]] < 100
 
 
 def test_a_node_in_slow_start_is_still_a_fallback() -> None:

@@ -7,6 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from warmroute.config import ConfigError, KeyConfig, from_table
+from warmroute.edge.admission_errors import to_error
+from warmroute.prompt.routing_request import RoutingRequest
 from warmroute.routing.rate_limits import Bucket, Charge, RateLimits, TenantLimits
 from warmroute.routing.routing_errors import RateLimited
 
@@ -223,3 +225,18 @@ def test_an_absurd_usage_shuts_a_tenant_out_for_ten_minutes_at_most() -> None:
     with pytest.raises(RateLimited):
         begin(tenant, 600.0)
     begin(tenant, 605.0)
+
+
+def test_the_error_names_the_part_of_the_limit_that_this_process_may_use() -> None:
+    tenant = limits(requests=3)
+    assert tenant.requests is not None
+    tenant.requests.fraction = 1 / 3
+    tenant.requests.level(0.0)
+    begin(tenant, 0.0)
+    with pytest.raises(RateLimited) as raised:
+        begin(tenant, 0.0)
+    message = to_error(raised.value, RoutingRequest(model="m")).message
+    assert message.startswith(
+        "The rate limit of 3 requests per minute is reached. "
+        "This router uses 33% of it while it cannot reach the other routers. Retry in"
+    )

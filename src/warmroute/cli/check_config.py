@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("check-config needs one FILE")
     config = configuration.load(file)
     report = check_startup(config)
-    problems = report.problems or _tokenizer_problems(config)
+    problems = dict.fromkeys([*report.problems, *_tokenizer_problems(config)])  # each of them once
     for warning in report.warnings:
         print(f"warning: {file}: {warning}", file=sys.stderr)
     if problems:

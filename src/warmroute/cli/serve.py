@@ -45,8 +45,8 @@ def add_to(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     config = read_config(args, "listen")
-    check_and_log(args, config)
     seat = take_seat()
+    check_and_log(args, config, seat.number if seat is not None else None)
     keep_freed_memory()
     raise_file_limit()
     if seat is None and (args.workers or 1) > 1:

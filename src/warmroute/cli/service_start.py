@@ -32,12 +32,12 @@ def read_config(args: argparse.Namespace, table: str) -> Config:
     return config
 
 
-def check_and_log(args: argparse.Namespace, config: Config) -> None:
-    """Check what the configuration needs, and set up the log. Raises ConfigError."""
+def check_and_log(args: argparse.Namespace, config: Config, worker: int | None = None) -> None:
+    """Check what the configuration needs, and set up the log. Raises ConfigError. `worker`: as for logs.set_up."""
     report = check_startup(config)
     if report.problems:
         where = f"{args.config}: " if args.config else ""
         raise ConfigError(*(where + problem for problem in report.problems))
-    logs.set_up(config.log)
+    logs.set_up(config.log, worker)
     for warning in report.warnings:
         log.warning("config_warning", warning)

@@ -182,7 +182,8 @@ class SnapshotRequest:
             self.asks, self._since_s = peer, now_s
             self._asked.add(peer)
         elif self.asks or now_s - self._since_s > PEERS_S:
-            self._end("no peer sent a snapshot" if self.asks else "there is no peer")
+            nobody = "no peer runs for long enough to have one" if self._peers else "there is no peer"
+            self._end("no peer sent a snapshot" if self.asks else nobody)
 
     @property
     def complete(self) -> bool:

@@ -168,8 +168,8 @@ class AdminApi:
                     404,
                     "Not found. The paths are / (the live page), /metrics, /health, /ready, /admin/nodes, "
                     "/admin/nodes/NAME, /admin/nodes/NAME/drain, /admin/nodes/NAME/undrain, /admin/nodes/NAME/role, "
-                    "/admin/nodes/NAME/blocks, "
-                    "/admin/models, /admin/islands, /admin/scaling, /admin/discovery, /admin/prompts, /admin/live, "
+                    "/admin/nodes/NAME/blocks, /admin/models, "
+                    "/admin/islands, /admin/scaling, /admin/discovery, /admin/cluster, /admin/prompts, /admin/live, "
                     "/admin/capture, /admin/capture/stream, /admin/decisions, /admin/decisions/REQUEST_ID, "
                     "/admin/explain and /admin/reload.",
                     code="not_found",
@@ -289,7 +289,7 @@ def describe_node(node: Node) -> dict[str, Any]:
         "distance_ms": round(node.distance_ms, 3),
         "lora_adapters": list(node.loaded_adapters),
         "state": "draining" if node.draining else health.state.value,
-        "reason": health.reason,
+        "reason": "it gets no new requests" if node.draining else health.reason,
         "requests_in_flight": node.inflight,
         "other_requests": node.other_load,
         "engine_running": node.running,

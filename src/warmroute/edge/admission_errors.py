@@ -73,6 +73,8 @@ def to_error(why: reasons.RoutingError, request: RoutingRequest) -> HttpError:
         case reasons.RateLimited():
             needs = f", and this request needs about {why.needed:,}" if why.what == "tokens" and why.needed > 1 else ""
             message = f"The rate limit of {why.limit:,} {why.what} per minute is reached{needs}."
+            if why.fraction < 1.0:
+                message += f" This router uses {why.fraction:.0%} of it while it cannot reach the other routers."
             return _too_many(why, "rate_limit_exceeded", f"{message} Retry in {why.retry_after_s:,} s.", why.headers)
         case reasons.NotAdmitted():
             return _too_many(why, *_NOT_ADMITTED[type(why)])

@@ -105,7 +105,11 @@ def _advice(error: OSError, host: str) -> str:
         return f"this machine has no address {host}; use 127.0.0.1 for local clients, 0.0.0.0 or :: for all addresses"
     if error.errno == errno.EACCES:
         return "this user has no permission for that port; use a port above 1023"
-    return f"{error.strerror or error}; another process may use the port: choose another port"
+    if error.errno == errno.EADDRINUSE:
+        return (
+            "another process uses the port; choose another one (`listen.port` or --port, `admin.port` or --admin-port)"
+        )
+    return error.strerror or str(error)
 
 
 async def listen_unix(listener: Listener, path: str, tls: ssl.SSLContext | None = None) -> asyncio.Server:

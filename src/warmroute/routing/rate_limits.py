@@ -105,14 +105,14 @@ class TenantLimits(msgspec.Struct, eq=False):
     def _check_begin(self, now_s: float) -> None:
         requests, tokens = self.requests, self.tokens
         if requests is not None and (wait_s := requests.wait_s(1.0, now_s)):
-            raise RateLimited("requests", 1.0, requests.limit, wait_s, self.headers(now_s))
+            raise RateLimited("requests", 1.0, requests.limit, wait_s, self.headers(now_s), requests.fraction)
         if tokens is not None and (wait_s := tokens.wait_s(1.0, now_s)):
-            raise RateLimited("tokens", 1.0, tokens.limit, wait_s, self.headers(now_s))
+            raise RateLimited("tokens", 1.0, tokens.limit, wait_s, self.headers(now_s), tokens.fraction)
 
     def _check_tokens(self, prompt: float, output: float, now_s: float) -> None:
         tokens = self.tokens
         if tokens is not None and (wait_s := tokens.wait_s(prompt + output, now_s)):
-            raise RateLimited("tokens", prompt + output, tokens.limit, wait_s, self.headers(now_s))
+            raise RateLimited("tokens", prompt + output, tokens.limit, wait_s, self.headers(now_s), tokens.fraction)
 
     def headers(self, now_s: float) -> tuple[tuple[str, str], ...]:
         """Return what is left as OpenAI's x-ratelimit headers."""

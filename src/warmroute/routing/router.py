@@ -307,7 +307,12 @@ class Router:
         raise UnknownModel(request.model) if unknown else NoNodeAvailable(request.model)
 
     def _apply_slow_start(self, candidates: Candidates, now_s: float) -> Candidates:
-        """Leave out, at random, nodes that have recently recovered."""
+        """Leave out, at random, nodes that have recovered later than the others."""
         random = self._random.random
-        kept = [node for node in candidates.nodes if random() < node.health.traffic_share(now_s)]
+        shares = [node.health.traffic_share(now_s) for node in candidates.nodes]
+        largest = max(shares, default=1.0)
+        kept = [
+            node for node, share in zip(candidates.nodes, shares, strict=True)
+            if share == largest or random() < share / largest
+        ]  # fmt: skip
         return candidates if not kept or len(kept) == len(candidates) else Candidates(kept)

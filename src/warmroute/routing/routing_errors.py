@@ -128,12 +128,20 @@ class RateLimited(NotAdmitted):
     """The tenant has used up its limit per minute."""
 
     def __init__(
-        self, what: str, needed: float, limit: int, wait_s: float, headers: tuple[tuple[str, str], ...]
+        self,
+        what: str,
+        needed: float,
+        limit: int,
+        wait_s: float,
+        headers: tuple[tuple[str, str], ...],
+        fraction: float = 1.0,
     ) -> None:
-        """`what`: requests or tokens; `headers`: x-ratelimit header fields for the client."""
+        """`what`: requests or tokens; `headers`: x-ratelimit header fields for the client; `fraction`: of the limit,
+        that this process may use while it cannot hear from the others."""
         self.retry_after_s = max(1, ceil(wait_s))
         self.reason = f"{what}_per_min"
         self.what = what
         self.needed = max(1, round(needed))
         self.limit = limit
+        self.fraction = fraction
         self.headers = headers

@@ -27,6 +27,8 @@ SNAPSHOT_S: Final = 0.01
 
 CONFIRM_S: Final = 1.0
 """How long the admin API waits until all replicas have confirmed a change of a node."""
+CONFIRM_ALONE_S: Final = 0.1
+"""The same without a connection to other replicas: other workers of this router can still confirm it."""
 
 
 class ClusterMember:
@@ -57,9 +59,11 @@ class ClusterMember:
 
     async def confirm_changes(self) -> dict[str, Any]:
         """Wait until all peers know the changes of nodes. Return who has confirmed them."""
-        state, until_s = self.state, time.monotonic() + CONFIRM_S
+        state, started_s = self.state, time.monotonic()
         asked = list(state.peers.values())
-        while state.without_changes() and state.connected and time.monotonic() < until_s:  # noqa: ASYNC110
+        while state.without_changes() and time.monotonic() < started_s + (  # noqa: ASYNC110
+            CONFIRM_S if state.connected else CONFIRM_ALONE_S
+        ):
             await asyncio.sleep(0.002)
         asked = [peer for peer in asked if not peer.left]  # one that fell silent may still send requests
         missing = [peer.sender for peer in asked if peer.changes_digest != self.nodes.digest]

@@ -82,7 +82,7 @@ class ConfigReload:
             service.prompt_reader.reconfigure(config.prompts)
             service.tokenizer_registry.reconfigure(config.prompts, config.models)
         if config.log != before.log:
-            logs.set_up(config.log)
+            logs.set_up(config.log, service.worker.seat.number if service.worker is not None else None)
         if config.shutdown != before.shutdown:
             reconfigure_exit(config.shutdown)
         service.journal.reconfigure(config.journal)

@@ -107,7 +107,7 @@ class Service:
     ) -> None:  # fmt: skip
         """`worker`: this process gets its connections from a parent process. `create_picker`: Envoy asks it for nodes,
         and it serves no HTTP clients."""
-        self._worker = worker
+        self.worker = worker
         self.config_reload = ConfigReload(self, read_config)
         self._config_file = config_file
         self.systemd = Systemd(os.environ)
@@ -228,7 +228,7 @@ class Service:
         scaling = ScalingService(
             config, self.fleet, self.cache_view, self.shared_nodes, node_client.post,
             lambda: self.admission.queue.waiting, partial(setattr, self.admission, "first_node_wait_s"),
-            create_lease(config, self._worker),
+            create_lease(config, self.worker),
         )  # fmt: skip
         self.router.demand_meter, self.router.hot = scaling.demand_meter, scaling.hot
         self.router.may_serve = self._may_serve
@@ -317,16 +317,16 @@ class Service:
             self._trace_exporter.start()
         self.nodes.reconfigure(config.nodes, config.health)
         self.discovery.reconfigure(config.discovery)
-        if config.cluster.url and self._worker is None:
+        if config.cluster.url and self.worker is None:
             self._replica = Replica(self)
             self.member = self._replica.member
         if self.scaling is not None:
             await self.scaling.start()
         if config.startup.max_wait_s:
             self._tasks.append(loop.create_task(hold_until_started(self)))
-        if self._worker is not None:
-            self._worker.report_ready()
-            log.info("worker_started", worker=self._worker.seat.number, nodes=len(self.fleet))
+        if self.worker is not None:
+            self.worker.report_ready()
+            log.info("worker_started", nodes=len(self.fleet))
             return
         log_started(config, address, self.admin_port, len(self.fleet))
 
@@ -334,9 +334,9 @@ class Service:
         """Open the listeners. Return the address for clients."""
         listen, admin = self.config.listen, self.config.admin
         tls = self.certificates.load()
-        if self._worker is not None:
-            self._servers.append(await self._worker.join(self, tls))
-            return f"worker {self._worker.seat.number}"
+        if self.worker is not None:
+            self._servers.append(await self.worker.join(self, tls))
+            return f"worker {self.worker.seat.number}"
         if self.picker is not None:
             address = await self.picker.listen()
             self.port = self.picker.port
@@ -375,8 +375,8 @@ class Service:
                 await self._stop_now.wait()
         except TimeoutError:
             pass
-        if self._worker is not None:
-            self._worker.stop_accepting()
+        if self.worker is not None:
+            self.worker.stop_accepting()
         elif self.picker is None:
             for server in self._servers[:1]:
                 server.close()
@@ -394,8 +394,8 @@ class Service:
             await cut_off(self.clients)
         if self.picker is not None:
             await self.picker.close()
-        if self._worker is not None:
-            self._worker.close()
+        if self.worker is not None:
+            self.worker.close()
         self.admin_listener.abort_all()
         for server in self._servers:
             server.close()

@@ -12,12 +12,18 @@ from warmroute.config import Log
 
 
 class _JsonLines(logging.Formatter):
+    def __init__(self, worker: int | None) -> None:
+        super().__init__()
+        self._worker = worker
+
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, object] = {
             "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
             "level": record.levelname.lower(),
             "logger": record.name,
         }
+        if self._worker is not None:
+            line["worker"] = self._worker
         event = getattr(record, "event", None)
         if event is not None:
             line["event"] = event
@@ -38,11 +44,15 @@ class _TextLines(logging.Formatter):
     default_msec_format = "%s.%03dZ"
 
 
-def set_up(config: Log) -> None:
-    """Sends the package's logs to standard error in the configured form."""
+def set_up(config: Log, worker: int | None = None) -> None:
+    """Sends the package's logs to standard error in the configured form.
+
+    `worker`: the number of this process among several workers. Each line names it, since all write to the same place.
+    """
     handler = logging.StreamHandler(sys.stderr)
-    text = _TextLines("%(asctime)s %(levelname)-7s %(message)s")
-    handler.setFormatter(_JsonLines() if config.format == "json" else text)
+    name = "" if worker is None else f"[worker {worker}] "
+    text = _TextLines(f"%(asctime)s %(levelname)-7s {name}%(message)s")
+    handler.setFormatter(_JsonLines(worker) if config.format == "json" else text)
     logger = logging.getLogger("warmroute")
     logger.handlers[:] = [handler]
     logger.setLevel(config.level.upper())

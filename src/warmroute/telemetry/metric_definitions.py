@@ -342,14 +342,16 @@ CACHE_TOKEN_MISMATCH: Final = _gauge(
 CACHE_CONFIDENCE: Final = _gauge("node_cache_confidence_ratio", "Weight of predicted cache hits on the node.", "node")
 CACHE_AGREEMENT: Final = _gauge(
     "node_cache_prediction_agreement_ratio",
-    "Cached tokens both predicted and reported, as a fraction of those predicted or reported.",
+    "Cached tokens both predicted and reported, as a fraction of those predicted or reported; 1 before the first.",
     "node",
 )
 CACHE_EVENT_LAG: Final = _gauge("node_cache_event_lag_seconds", "Delay of the node's KV events.", "node")
 CACHE_PREDICTED: Final = _counter(
     "node_cache_predicted_tokens", "Cached tokens that the router predicted for responses that report them.", "node"
 )
-CACHE_REPORTED: Final = _counter("node_cache_reported_tokens", "Cached tokens that the node reported.", "node")
+CACHE_REPORTED: Final = _counter(
+    "node_cache_reported_tokens", "Cached tokens that the node reported, for prompts with a prediction.", "node"
+)
 CACHE_PREDICTIONS: Final = _counter(
     "node_cache_predictions", "Predictions that could be compared with a report of the node.", "node"
 )
