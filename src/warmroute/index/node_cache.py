@@ -356,8 +356,7 @@ class NodeCache(CacheState):
     def record_output(self, tokens: int, now_s: float) -> None:
         """Account for generated tokens, which take room in the node's cache."""
         self.output_tokens += tokens
-        if tokens >= self.block_size:
-            self._add_anonymous(self._index, self.routed_holder, tokens // self.block_size, now_s)
+        self.record_peer_output(tokens, now_s)
 
     def record_peer_output(self, tokens: int, now_s: float) -> None:
         """Account for tokens that the node generated for a peer."""
