@@ -22,7 +22,7 @@ from typing import Final
 LOOP_MS: Final = 1.0
 """What is estimated to take longer runs in a thread."""
 MAX_SAMPLED_BYTES: Final = 40 << 10
-MIN_WORST_MS_PER_BYTE: Final = 1e-4
+MIN_WORST_MS_PER_BYTE: Final = 1.25e-4
 """Some text may be slower than the measured ones."""
 _PIECES: Final = 16
 _PIECE_BYTES: Final = 128
