@@ -56,6 +56,7 @@ COMPILED = [
     "routing/overdue_turns",
     "routing/policies/price_policy",
     "routing/query",
+    "routing/queue_limits",
     "routing/queued_request",
     "routing/queued_requests",
     "routing/router",

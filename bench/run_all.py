@@ -22,6 +22,7 @@ HERE = Path(__file__).resolve().parent
 TIMED = {
     "request_path": "request_path.py",
     "decision_latency": "decision_latency.py --data DATA",
+    "queue_length": "queue_length.py",
     "index_throughput": "index_throughput.py --data DATA",
     "live_page_cpu": "live_page_cpu.py",
     "metrics_page": "metrics_page.py",
@@ -45,8 +46,9 @@ GATE = f"replay_table.py --columns '{GATE_COLUMNS}' shared_system_prompts {TWO_G
 AFFINE = "--policy session:load_factor=inf --policy round_robin"
 LONG_CHATS = "multi_turn_chat systems=12 system_tokens=1500 turns=8 message_tokens=400 output_tokens=200 think_s=8"
 REPLAYS = {
-    "policies": "policy_comparison.py --data DATA --limit 800",
+    "policies": "policy_comparison.py --data DATA --limit 800 --seeds 3",
     "queue_orders": "queue_orders.py --data DATA",
+    "reuse_estimates": "reuse_estimates.py --data DATA",
     "policies_llm_d": "policy_comparison.py --workload llm_d --policy sglang --limit 2500 --seeds 3",
     "ablation": "price_experiments.py ablation --data DATA",
     "storm": "price_experiments.py storm",

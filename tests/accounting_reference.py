@@ -11,6 +11,7 @@ from math import exp
 
 from warmroute._kernel import (
     ARRIVAL_DECAY_S,
+    CARRIED_MAX_FACTOR,
     DECODE_FACTOR_WEIGHT,
     DECODE_MAX_FACTOR,
     DECODE_MIN_SHARE,
@@ -21,7 +22,9 @@ from warmroute._kernel import (
     LATENCY_WEIGHT,
     LONG_PREFILL_WEIGHT,
     LONG_PREFILL_WORK,
+    PREFILL_LATE,
     PREFILL_MIN_SHARE,
+    PREFILLED_MAX_SHARE,
     REQUEST_CONTEXT,
     REVIEW_WEIGHT,
     SPEED_DECAY_S,
@@ -40,14 +43,26 @@ from warmroute.fleet.node_speed import NodeSpeed
 def record_first_token(speed: NodeSpeed, work: float, token_ms: float, sent_s: float, now_s: float) -> None:
     """Update the prefill speed. `work`: of the prompt; `token_ms`: time of a decode step on the node."""
     since_ms = (now_s - max(sent_s, speed._last_first_token_s)) * 1000.0
-    took_ms = max(since_ms - FIRST_TOKEN_STEPS * token_ms, PREFILL_MIN_SHARE * since_ms)
+    own_ms = max(since_ms - FIRST_TOKEN_STEPS * token_ms, PREFILL_MIN_SHARE * since_ms, 0.0)
+    ms_per_token = speed.learned_ms_per_token if speed.is_replaced else speed.ms_per_token
+    expected_ms = work * ms_per_token
+    carried_ms = speed._uncharged_ms if sent_s < speed._last_first_token_s else 0.0
+    most_ms = CARRIED_MAX_FACTOR * work * speed._carried_ms_per_token
+    if own_ms + carried_ms > most_ms and own_ms * SPEED_MAX_FACTOR >= expected_ms:
+        carried_ms = 0.0
+    if carried_ms == 0.0:
+        speed._carried_ms_per_token = ms_per_token
+    took_ms = own_ms + min(carried_ms, max(0.0, most_ms - own_ms))
     speed._last_first_token_s = now_s
-    expected_ms = work * (speed.learned_ms_per_token if speed.is_replaced else speed.ms_per_token)
     kept = max(SPEED_MIN_KEPT, exp(min(0.0, speed._at_s - now_s) / SPEED_DECAY_S))
     speed._at_s = now_s
     weight = work / (work + STEP_WORK)
     speed._work = speed._work * kept + weight * work
-    speed._ms = speed._ms * kept + weight * min(max(took_ms, 0.0), SPEED_MAX_FACTOR * expected_ms)
+    charged_ms = min(took_ms, SPEED_MAX_FACTOR * expected_ms)
+    if took_ms <= FIRST_TOKEN_STEPS * speed._step_ms:  # a whole step, however short it is: a lower estimate is right
+        charged_ms = min(max(expected_ms, took_ms - speed._step_ms), charged_ms)
+    speed._ms = speed._ms * kept + weight * charged_ms
+    speed._uncharged_ms = own_ms + carried_ms - charged_ms
     speed.learned_ms_per_token = max(1e-4, speed._ms / max(1.0, speed._work))
     if not speed.is_replaced:
         speed.ms_per_token = speed.learned_ms_per_token
@@ -134,6 +149,9 @@ class ReferenceNode:
         self.ttft_counts = [0] * (len(TTFT_BOUNDS_MS) + 1)
         self.unstreamed: dict[ReferenceTicket, float] = {}
         """When the prefill of requests without streaming is expected to be done: their first token is not visible."""
+        self.prefilling: list[ReferenceTicket] = []
+        """Requests whose prefill has not ended, in the order they were sent."""
+        self.prefill_ended_s = 0.0
 
     @property
     def unstreamed_prefills(self) -> int:
@@ -150,11 +168,25 @@ class ReferenceNode:
             ticket, due_s = next(iter(self.unstreamed.items()))
             if due_s > now_s:
                 return
-            ticket.prefilled()
+            ticket.prefilled(now_s)
+
+    def remaining_work(self, now_s: float) -> float:
+        pending = max(0.0, self.pending_work)
+        if not self.prefilling:
+            return pending
+        first = self.prefilling[0]
+        began_s = max(first.opened_s + self.round_trip_ms / 1000.0, self.prefill_ended_s)
+        done = max(0.0, now_s - began_s) * 1000.0 / self.speed.ms_per_token
+        if done > PREFILL_LATE * first.work:
+            return pending
+        return max(0.0, pending - min(done, PREFILLED_MAX_SHARE * first.work))
 
 
 class ReferenceTicket:
     """`decode_speed` is None for a prompt that was not looked up."""
+
+    due_s: float = 0.0
+    """When the prefill should be done, if the response is not streamed."""
 
     def __init__(
         self,
@@ -178,15 +210,28 @@ class ReferenceTicket:
         node.context_tokens += tokens + int(REQUEST_CONTEXT)
         if decode_speed is None:
             return
+        self.was_alone = node.pending_work < 1.0
+        if prefill > 0.0:
+            node.prefilling.append(self)
         node.pending_work += prefill
         node.kv_delta += new
         node.kv_new += new
         if not streams:
             node.assume_prefilled(now_s)
-            self.due_s = now_s + (node.pending_work * node.speed.ms_per_token + node.round_trip_ms) / 1000.0
+            ahead = [one for one in node.prefilling if one is not self]
+            arrives_s, ms_per_token = now_s + node.round_trip_ms / 1000.0, node.speed.ms_per_token
+            if ahead and ahead[-1] in node.unstreamed:
+                self.due_s = max(arrives_s, ahead[-1].due_s) + prefill * ms_per_token / 1000.0
+            else:
+                self.due_s = arrives_s + node.remaining_work(now_s) * ms_per_token / 1000.0
+            self.due_s = max([self.due_s, *node.unstreamed.values()])
             node.unstreamed[self] = self.due_s
 
-    def prefilled(self) -> None:
+    def prefilled(self, now_s: float) -> None:
+        if self in self.node.prefilling:
+            if self is self.node.prefilling[0]:
+                self.node.prefill_ended_s = now_s
+            self.node.prefilling.remove(self)
         self.node.pending_work -= self.work
         self.work = 0.0
         self.node.unstreamed.pop(self, None)
@@ -201,7 +246,7 @@ class ReferenceTicket:
         node.ttft_sum_ms += after_ms
         if self.decode_speed is None:
             return
-        self.prefilled()
+        self.prefilled(now_s)
         if served and (self.streams or after_ms < self.prefill * node.speed.ms_per_token):
             self._record_first_token(self.decode_speed, now_s)
             self.prefill = 0.0
@@ -213,12 +258,18 @@ class ReferenceTicket:
         arrived_s = self.opened_s + node.round_trip_ms / 1000.0
         if arrived_s >= now_s:
             arrived_s = self.opened_s
-        if self.streams and arrived_s >= node.speed._last_first_token_s and node.pending_work < 1.0:
+        if self.streams and arrived_s >= node.speed._last_first_token_s and self.was_alone and self._is_alone(now_s):
             took_ms = (now_s - arrived_s) * 1000.0
             record_lone_prefill(node.speed, self.prefill, took_ms)
             if self.prefill >= LONG_PREFILL_WORK:
                 record_long_prefill(node.speed, self.prefill, max(0.0, took_ms - 0.5 * step_ms))
         record_first_token(node.speed, self.prefill, step_ms, arrived_s, now_s)
+
+    def _is_alone(self, now_s: float) -> bool:
+        if self.node.pending_work < 1.0:
+            return True
+        others = self.node.prefilling
+        return bool(others) and others[0].opened_s - self.opened_s >= 0.5 * (now_s - self.opened_s)
 
     def _record_decode(self, decode_speed: DecodeSpeed, took_ms: float, steps: int) -> None:
         node = self.node
@@ -256,7 +307,7 @@ class ReferenceTicket:
         node = self.node
         if self.decode_speed is not None:
             if not self.first_token_s:
-                self.prefilled()
+                self.prefilled(now_s)
             node.kv_delta -= self.new
             if node.polled_s > self.opened_s:
                 node.kv_delta -= self.output

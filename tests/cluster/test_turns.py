@@ -108,6 +108,24 @@ def test_no_process_waits_for_one_that_does_not_take_its_turn() -> None:
     assert mine.sent_s == a.now_s
 
 
+def test_a_new_request_does_not_take_the_turn_for_which_a_queued_one_has_waited() -> None:
+    a, b = Process("a", nodes=1), Process("b", nodes=1)
+    first = Pending(a, 0, 8000)
+    a.admission.submit(first, a.now_s)
+    exchange(a, b)
+    waiting, theirs = Pending(a, 1, 7000), Pending(b, 2, 6000)
+    a.admission.submit(waiting, a.now_s)
+    b.admission.submit(theirs, b.now_s)
+    exchange(a, b)
+    first.ticket.first_token(a.now_s)
+    a.admission.node_freed(a.node(), a.now_s)
+    assert waiting.sent_s is None, "it is b's turn, but b does nothing"
+    a.now_s += 0.15
+    new = Pending(a, 3, 7500)
+    a.admission.submit(new, a.now_s)
+    assert waiting.sent_s == a.now_s and new.sent_s is None
+
+
 def test_an_idle_node_is_not_left_to_a_peer_whose_request_has_gone() -> None:
     a, b = Process("a", nodes=1), Process("b", nodes=1)
     blocking = Pending(a, 0, 8000)
@@ -123,6 +141,29 @@ def test_an_idle_node_is_not_left_to_a_peer_whose_request_has_gone() -> None:
     blocking.ticket.close(Outcome.OK, a.now_s)
     assert not a.node().inflight
     assert turns.is_ours(a.node(), NORMAL, 1000.0, a.now_s)  # no message of b has arrived
+
+
+def test_room_before_the_first_token_is_not_kept_for_the_process_that_sent_the_prompt() -> None:
+    """A node works on a prompt of a. Only a could tell that it is nearly done: then a would take each room, and b's
+    requests would wait for ever."""
+    a, b = Process("a", nodes=1), Process("b", nodes=1)
+    first = Pending(a, 0, 8000)
+    a.admission.submit(first, a.now_s)
+    exchange(a, b)
+    for process in (a, b):
+        process.now_s += 0.4
+    assert [process.admission.has_room(process.node(), process.now_s) for process in (a, b)] == [False, False]
+    first.ticket.first_token(a.now_s)
+    exchange(a, b)
+    assert [process.admission.has_room(process.node(), process.now_s) for process in (a, b)] == [True, True]
+
+
+def test_a_process_without_peers_sees_room_before_the_first_token() -> None:
+    a = Process("a", nodes=1)
+    first = Pending(a, 0, 8000)
+    a.admission.submit(first, a.now_s)
+    a.now_s += 0.4
+    assert a.admission.has_room(a.node(), a.now_s) and first.ticket._is_open
 
 
 def test_nodes_that_left_are_forgotten() -> None:

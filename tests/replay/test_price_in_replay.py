@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from statistics import fmean
 from typing import Any
 
 import msgspec
@@ -48,10 +49,13 @@ def test_short_prompts_without_a_shared_prefix_are_balanced_by_count() -> None:
 def test_a_prefix_is_not_copied_for_a_few_milliseconds_of_one_request() -> None:
     """A copy takes no longer than waiting for the prefix, and stalls the requests that run on the other node."""
     nodes = tuple(NodeSpec(f"node-{at}", profile("2xh100-32b")) for at in range(8))
-    ours, affine = (run(policy, "few_shot", 80.0, 300, nodes=nodes) for policy in ("price", "llm_d"))
-    assert ours["hit_rate"] > 0.965 * affine["hit_rate"]
-    assert ours["ttft_ms"]["mean"] < 1.1 * affine["ttft_ms"]["mean"]
-    assert ours["load_variation"] < 0.2 < affine["load_variation"]
+    ours, affine = (
+        [run(policy, "few_shot", 80.0, 300, nodes=nodes, conditions=Conditions(seed=seed)) for seed in (1, 2, 3)]
+        for policy in ("price", "llm_d")
+    )
+    assert fmean(one["hit_rate"] for one in ours) > 0.965 * fmean(one["hit_rate"] for one in affine)
+    assert fmean(one["ttft_ms"]["mean"] for one in ours) < 1.1 * fmean(one["ttft_ms"]["mean"] for one in affine)
+    assert fmean(one["load_variation"] for one in ours) < 0.2 < min(one["load_variation"] for one in affine)
 
 
 SMALL_CACHES = tuple(msgspec.structs.replace(spec, blocks=2500) for spec in FLEET)

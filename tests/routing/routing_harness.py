@@ -119,7 +119,7 @@ class RoutingHarness:
         return pending
 
     def assert_all_counters_are_zero(self) -> None:
-        assert self.admission.queue.waiting == self.group.waiting == 0
+        assert self.admission.queue.waiting == self.group.waiting == 0 == len(self.admission.queue.waiting_for)
         for node in self.nodes:
             assert (node.inflight, node.context_tokens, node.kv_new) == (0, 0, 0)
             assert node.pending_work == pytest.approx(0.0, abs=1e-3)

@@ -23,9 +23,9 @@ NODE_FIELDS = (
     "arrival_rate", "arrival_s", "last_ticket_s", "latency_ms", "outcomes", "ttft_counts", "ttft_sum_ms",
 )  # fmt: skip
 SPEED_FIELDS = (
-    "ms_per_token", "factor", "answers", "_work", "_ms", "_at_s", "_last_first_token_s", "learned_ms_per_token",
-    "lone_prefills", "lone_work", "lone_ms", "lone_xx", "lone_xy", "timed_answers", "early_share",
-    "long_prefills", "long_work", "long_ms", "_step_ms",
+    "ms_per_token", "factor", "answers", "_work", "_ms", "_at_s", "_last_first_token_s", "_uncharged_ms",
+    "_carried_ms_per_token", "learned_ms_per_token", "lone_prefills", "lone_work", "lone_ms", "lone_xx", "lone_xy",
+    "timed_answers", "early_share", "long_prefills", "long_work", "long_ms", "_step_ms",
 )  # fmt: skip
 DECODE_SPEED_FIELDS = ("least_ms", "mean_ms", "slope_ms", "mean_context", "answers", "_xx", "_xy")
 
@@ -105,6 +105,9 @@ class Both:
         ):
             for name in names:
                 assert getattr(one, name) == getattr(other, name), name
+        for after_s in (0.0, 0.2, 3.0, 1000.0):
+            now_s = self.now_s + after_s
+            assert self.node.remaining_work(now_s) == self.reference.remaining_work(now_s)
         for ticket, reference in self.tickets:
             assert (ticket._is_open, ticket._pending_work, ticket.tokens) == (
                 reference.open,
@@ -129,6 +132,68 @@ def test_the_kernel_equals_the_reference(
     both.assert_equal()
     node = both.node
     assert node.inflight == node.unstreamed_prefills == node.context_tokens == node.kv_new == 0 == node.pending_work
+
+
+def test_the_work_left_falls_while_the_first_prompt_is_prefilled() -> None:
+    """At 0.05 ms per token, prompts of 4,000 and 2,000 tokens of work take 200 and 100 ms."""
+    node, decode_speed = make_node(), DecodeSpeed()
+    first, second = TicketState(), TicketState()
+    first.open(node, 1.0, decode_speed, True, 4000, 4000, 4000.0)
+    second.open(node, 1.0, decode_speed, True, 2000, 2000, 2000.0)
+    left = [node.remaining_work(1.0 + at_ms / 1000.0) for at_ms in (0, 50, 100, 190, 390, 410)]
+    assert left == pytest.approx([6000, 5000, 4000, 3000, 3000, 6000]), "a quarter is left until its first token"
+    first.release(Outcome.CANCELLED, 1.2)
+    assert node.remaining_work(1.25) == pytest.approx(1000), "the second one began when the first one ended"
+    del second  # dropped without being closed
+    gc.collect()
+    assert node.remaining_work(1.25) == 2000
+
+
+def test_the_end_of_another_prompt_is_not_the_turn_of_the_first_one() -> None:
+    """The first prompt should take 200 ms. Others, behind it, end while its node hangs."""
+    node, decode_speed = make_node(), DecodeSpeed()
+    first, behind, last = TicketState(), TicketState(), TicketState()
+    for ticket in (first, behind, last):
+        ticket.open(node, 1.0, decode_speed, True, 4000, 4000, 4000.0)
+    behind.release(Outcome.CANCELLED, 1.3)
+    assert node.remaining_work(1.35) == pytest.approx(5000)
+    last.release(Outcome.FAILED, 1.39)
+    assert node.remaining_work(1.41) == 4000, "it is late"
+
+
+def test_a_request_without_a_prefill_is_no_prompt_that_others_wait_for() -> None:
+    node, decode_speed = make_node(), DecodeSpeed()
+    decoded, prompt = TicketState(), TicketState()
+    decoded.open(node, 1.0, decode_speed, True, 4000, 0, 0.0)
+    prompt.open(node, 1.0, decode_speed, True, 4000, 4000, 4000.0)
+    assert node.remaining_work(1.1) == pytest.approx(2000)
+    decoded.first_token(1.15)
+    assert node.remaining_work(1.18) == pytest.approx(1000), "its first token says nothing about the other prompt"
+
+
+@pytest.mark.parametrize("first_streams", [False, True])
+def test_an_unstreamed_prompt_is_due_after_what_is_left_of_those_before_it(first_streams: bool) -> None:
+    """Prompts of 200 ms, each of which is sent when the last one is half done."""
+    node, decode_speed = make_node(), DecodeSpeed()
+    tickets = [TicketState() for _ in range(20)]
+    for at, ticket in enumerate(tickets):
+        now_s = 1.0 + 0.2 * at - 0.1 * bool(at)
+        node.assume_prefilled(now_s)
+        ticket.open(node, now_s, decode_speed, first_streams and at == 0, 4000, 4000, 4000.0)
+    node.assume_prefilled(1.0 + 0.2 * 20 + 0.01)
+    assert node.unstreamed_prefills == 0, "all of them are done as soon as the node could do it"
+
+
+def test_a_prompt_is_alone_if_the_next_one_comes_in_the_second_half_of_its_time() -> None:
+    node, decode_speed = make_node(), DecodeSpeed()
+    for at in range(3):
+        first, second = TicketState(), TicketState()
+        first.open(node, 10.0 * at + 1.0, decode_speed, True, 4000, 4000, 4000.0)
+        second.open(node, 10.0 * at + (1.15 if at < 2 else 1.05), decode_speed, True, 4000, 4000, 4000.0)
+        first.first_token(10.0 * at + 1.2)
+        assert node.speed.lone_prefills == min(at + 1, 2)
+        for ticket in (first, second):
+            ticket.release(Outcome.CANCELLED, 10.0 * at + 1.3)
 
 
 def test_a_ticket_that_is_never_closed_is_no_leak() -> None:

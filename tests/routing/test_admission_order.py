@@ -118,9 +118,12 @@ def test_work_admitted_at_once_while_others_wait_is_charged_to_its_tenant() -> N
     warm, cold = harness.nodes
     mine = prompt(60_000, 1)
     harness.warm(warm, mine)
+    others = prompt(60_000, 2)
+    harness.warm(cold, others)
     running = harness.busy(cold, 40_000)
     ahead = harness.busy(warm, 40_000)
-    waiting = harness.submit(60_000, tenant="other")
+    waiting = FakeRequest(harness, others, tenant="other")
+    waiting.submit()
     assert waiting.queued
     harness.close(ahead)
     request = FakeRequest(harness, mine, tenant="lucky")

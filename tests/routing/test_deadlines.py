@@ -122,7 +122,7 @@ def test_a_policy_without_prices_rejects_only_after_the_deadline() -> None:
 
 def test_a_queued_request_is_rejected_as_soon_as_it_would_be_late() -> None:
     harness = known_fleet()
-    running = harness.busy(harness.nodes[0], 8000)
+    running = [harness.busy(harness.nodes[0], 8000) for _ in range(2)]
     hurried, patient = submit(harness, 8000, ttft_ms=2000), submit(harness, 8000, ttft_ms=60_000)
     assert hurried.queued and patient.queued
     for _ in range(100):
@@ -132,9 +132,10 @@ def test_a_queued_request_is_rejected_as_soon_as_it_would_be_late() -> None:
             break
     assert hurried.events == ["rejected"] and isinstance(hurried.error, DeadlineUnreachable)
     waited_ms = (harness.now_s - hurried.request.arrived_s) * 1000.0
-    assert 900 < waited_ms < 1600, "its own prefill and the one ahead of it take a second"
+    assert 400 < waited_ms < 1000, "its own prefill and the two ahead of it take a second and a half"
     assert patient.queued and harness.admission.queue.waiting == harness.group.waiting == 1
-    harness.free(running)
+    for ticket in running:
+        harness.free(ticket)
     assert patient.events == ["admitted"]
 
 

@@ -129,8 +129,7 @@ def test_saved_time_is_the_prefill_time_of_the_cached_tokens() -> None:
 
 
 def test_short_prefills_do_not_make_a_saved_token_look_expensive() -> None:
-    """A node takes 40 ms for each step and 0.2 ms for each token. While prompts are cached but for 50 tokens, each of
-    these seems to take 0.8 ms."""
+    """A node takes 40 ms for each step and 0.2 ms for each token. Most prompts are cached but for 50 tokens."""
     harness = Harness(1)
     node, speed = harness.nodes[0], harness.nodes[0].speed
     speed._step_ms = 40.0
@@ -138,7 +137,7 @@ def test_short_prefills_do_not_make_a_saved_token_look_expensive() -> None:
         new = 4000 if number % 20 == 0 else 50
         took_s = max(40.0, 0.2 * work(new, 0)) / 1000.0
         speed.learn(work(new, 0), 0.0, 10.0 * number, 10.0 * number + took_s, True)
-    assert speed.ms_per_token > 0.5 and speed.long_ms_per_token == pytest.approx(0.2)
+    assert speed.ms_per_token == pytest.approx(0.2, rel=0.1) and speed.long_ms_per_token == pytest.approx(0.2)
     lookup = prompt(4000, 7)
     harness.warm(node, lookup)
     harness.serve(lookup, (4000, 3990, 10))

@@ -17,13 +17,24 @@
 /* A prompt with `done` tokens of work, sent at `sent_s`, got its first token now. `step_ms`: one step of the batch. */
 static void learn_prefill_speed(SpeedState *s, double done, double step_ms, double sent_s, double now_s) {
     double since_ms = (now_s - larger(sent_s, s->last_first_token_s)) * 1000.0;
-    double took_ms = larger(since_ms - FIRST_TOKEN_STEPS * step_ms, PREFILL_MIN_SHARE * since_ms);
-    double estimate_ms = done * (s->is_replaced ? s->learned_ms_per_token : s->ms_per_token);
+    double own_ms = larger(larger(since_ms - FIRST_TOKEN_STEPS * step_ms, PREFILL_MIN_SHARE * since_ms), 0.0);
+    double ms_per_token = s->is_replaced ? s->learned_ms_per_token : s->ms_per_token, estimate_ms = done * ms_per_token;
+    double carried_ms = sent_s < s->last_first_token_s ? s->uncharged_ms : 0.0; /* it waited beside the last one */
+    double most_ms = CARRIED_MAX_FACTOR * done * s->carried_ms_per_token;
+    if (own_ms + carried_ms > most_ms && own_ms * SPEED_MAX_FACTOR >= estimate_ms)
+        carried_ms = 0.0; /* its prefill explains its own time: the node stood still before */
+    if (carried_ms == 0.0)
+        s->carried_ms_per_token = ms_per_token;
+    double took_ms = own_ms + smaller(carried_ms, larger(0.0, most_ms - own_ms));
+    double charged_ms = smaller(took_ms, SPEED_MAX_FACTOR * estimate_ms);
+    if (took_ms <= FIRST_TOKEN_STEPS * s->step_ms) /* it took a whole step, however short it is: a lower estimate is right */
+        charged_ms = smaller(larger(estimate_ms, took_ms - s->step_ms), charged_ms);
     double kept = larger(SPEED_MIN_KEPT, exp(smaller(0.0, s->at_s - now_s) / SPEED_DECAY_S));
     double weight = done / (done + STEP_WORK);
     s->last_first_token_s = s->at_s = now_s;
     s->work = s->work * kept + weight * done;
-    s->ms = s->ms * kept + weight * smaller(larger(took_ms, 0.0), SPEED_MAX_FACTOR * estimate_ms);
+    s->ms = s->ms * kept + weight * charged_ms;
+    s->uncharged_ms = own_ms + carried_ms - charged_ms;
     s->learned_ms_per_token = larger(1e-4, s->ms / larger(1.0, s->work));
     if (!s->is_replaced)
         s->ms_per_token = s->learned_ms_per_token;
@@ -123,6 +134,8 @@ static PyMemberDef speed_members[] = {
     {"_ms", T_DOUBLE, offsetof(SpeedState, ms), 0, NULL},
     {"_at_s", T_DOUBLE, offsetof(SpeedState, at_s), 0, NULL},
     {"_last_first_token_s", T_DOUBLE, offsetof(SpeedState, last_first_token_s), 0, NULL},
+    {"_uncharged_ms", T_DOUBLE, offsetof(SpeedState, uncharged_ms), 0, NULL},
+    {"_carried_ms_per_token", T_DOUBLE, offsetof(SpeedState, carried_ms_per_token), 0, NULL},
     {"learned_ms_per_token", T_DOUBLE, offsetof(SpeedState, learned_ms_per_token), 0, NULL},
     {"is_replaced", T_BOOL, offsetof(SpeedState, is_replaced), 0, NULL},
     {"lone_prefills", T_PYSSIZET, offsetof(SpeedState, lone_prefills), 0, NULL},
@@ -198,8 +211,44 @@ static void unlist_unstreamed(NodeState *node, TicketState *t) {
     Py_DECREF(t);
 }
 
+/* ---- Prefills that have not ended ---- */
+
+static void list_prefill(NodeState *node, TicketState *t) {
+    t->earlier = node->last_prefill;
+    t->later = NULL;
+    *(t->earlier ? &t->earlier->later : &node->first_prefill) = t;
+    node->last_prefill = t;
+    t->is_prefilling = 1;
+}
+
+static void unlist_prefill(NodeState *node, TicketState *t) {
+    *(t->earlier ? &t->earlier->later : &node->first_prefill) = t->later;
+    *(t->later ? &t->later->earlier : &node->last_prefill) = t->earlier;
+    t->earlier = t->later = NULL;
+    t->is_prefilling = 0;
+}
+
+/* The pending work without what the node should have prefilled of its first prompt since that one's turn came. The estimate
+ * may be wrong: a part of the prompt counts as left until its first token comes, and all of it once that is very late. */
+double remaining_work(const NodeState *node, double now_s) {
+    const TicketState *first = node->first_prefill;
+    double pending = larger(0.0, node->pending_work);
+    if (!first)
+        return pending;
+    double began_s = larger(first->opened_s + node->round_trip_ms / 1000.0, node->prefill_ended_s);
+    double done = larger(0.0, now_s - began_s) * 1000.0 / speed_of(node)->ms_per_token;
+    if (done > PREFILL_LATE * first->pending_work)
+        return pending;
+    return larger(0.0, pending - smaller(done, PREFILLED_MAX_SHARE * first->pending_work));
+}
+
 /* Its prefill is done, as far as the router knows. */
-static void end_prefill(NodeState *node, TicketState *t) {
+static void end_prefill(NodeState *node, TicketState *t, double now_s) {
+    if (t->is_prefilling) {
+        if (t == node->first_prefill) /* the end of another one says nothing about the first one's turn */
+            node->prefill_ended_s = now_s;
+        unlist_prefill(node, t);
+    }
     node->pending_work -= t->pending_work;
     node->changes++;
     t->pending_work = 0.0;
@@ -209,7 +258,7 @@ static void end_prefill(NodeState *node, TicketState *t) {
 
 static void assume_prefilled(NodeState *node, double now_s) {
     while (node->first_unstreamed && node->first_unstreamed->prefill_due_s <= now_s)
-        end_prefill(node, node->first_unstreamed);
+        end_prefill(node, node->first_unstreamed, now_s);
 }
 
 /* ---- Nodes ---- */
@@ -263,6 +312,17 @@ static void record_ttft(NodeState *node, double after_ms) {
 METHOD_OF_NUMBER(record_arrival)
 METHOD_OF_NUMBER(record_latency)
 METHOD_OF_NUMBER(assume_prefilled)
+
+static PyObject *node_remaining_work(NodeState *node, PyObject *given) {
+    double now_s;
+    if (as_double(given, &now_s) < 0)
+        return NULL;
+    if (!speed_of(node)) {
+        PyErr_SetString(PyExc_ValueError, "the node has no speed");
+        return NULL;
+    }
+    return PyFloat_FromDouble(remaining_work(node, now_s));
+}
 
 static PyObject *node_add_context(NodeState *node, PyObject *given) {
     Py_ssize_t tokens;
@@ -347,6 +407,7 @@ static PyMethodDef node_methods[] = {
     {"record_latency", (PyCFunction)node_record_latency, METH_O, "Add a response's latency to the moving average."},
     {"add_context", (PyCFunction)node_add_context, METH_O, "Add to the context tokens, or take some away."},
     {"assume_prefilled", (PyCFunction)node_assume_prefilled, METH_O, "End the unstreamed prefills that are due by now."},
+    {"remaining_work", (PyCFunction)node_remaining_work, METH_O, "Return the pending work that should be left by now."},
     NO_METHOD};
 
 PyTypeObject NodeType = {
@@ -372,6 +433,8 @@ static int ticket_traverse(TicketState *self, visitproc visit, void *arg) {
 }
 
 static int ticket_clear(TicketState *self) {
+    if (self->is_prefilling)
+        unlist_prefill(self->node, self);
     Py_CLEAR(self->node);
     Py_CLEAR(self->decode_speed);
     return 0;
@@ -397,23 +460,35 @@ static void change_kv(NodeState *node, double tokens) {
 }
 
 static void add_prompt(TicketState *t, NodeState *node, double now_s) {
+    t->was_alone = node->pending_work < 1.0;
+    if (t->unlearned_work > 0.0) /* else the node only decodes */
+        list_prefill(node, t);
     node->pending_work += t->unlearned_work;
     change_kv(node, (double)t->new_tokens);
     node->kv_new += t->new_tokens;
     if (t->streams)
         return;
     assume_prefilled(node, now_s);
-    t->prefill_due_s = now_s + (node->pending_work * speed_of(node)->ms_per_token + node->round_trip_ms) / 1000.0;
+    const TicketState *ahead = t->is_prefilling ? t->earlier : node->last_prefill;
+    double arrives_s = now_s + node->round_trip_ms / 1000.0, ms_per_token = speed_of(node)->ms_per_token;
+    if (ahead && ahead->is_unstreamed)
+        t->prefill_due_s = larger(arrives_s, ahead->prefill_due_s) + t->unlearned_work * ms_per_token / 1000.0;
+    else
+        t->prefill_due_s = arrives_s + remaining_work(node, now_s) * ms_per_token / 1000.0;
+    if (node->last_unstreamed)
+        t->prefill_due_s = larger(t->prefill_due_s, node->last_unstreamed->prefill_due_s);
     list_unstreamed(node, t);
 }
 
 /* What has to happen on the node until its first token. */
-static void expect_first_token(TicketState *t, const NodeState *node) {
+static void expect_first_token(TicketState *t, const NodeState *node, double now_s) {
     const SpeedState *speed = speed_of(node);
     double queue_work = node->queue_ms / speed->ms_per_token + t->unlearned_work;
-    double step_ms = load_of(node) > 1 ? decode_ms(t->decode_speed, (double)node->context_tokens) * speed->factor : 0.0;
-    t->work_ahead = larger(node->pending_work, queue_work);
-    t->steps_ms = FIRST_TOKEN_STEPS * step_ms + node->round_trip_ms;
+    double steps_ms = speed->step_ms; /* an idle node's first step */
+    if (load_of(node) > 1)
+        steps_ms = FIRST_TOKEN_STEPS * decode_ms(t->decode_speed, (double)node->context_tokens) * speed->factor;
+    t->work_ahead = larger(remaining_work(node, now_s), queue_work);
+    t->steps_ms = steps_ms + node->round_trip_ms;
     t->expected_ttft_ms = t->work_ahead * speed->ms_per_token + t->steps_ms;
 }
 
@@ -447,9 +522,18 @@ static PyObject *ticket_open(TicketState *t, PyObject *const *args, Py_ssize_t c
         t->new_tokens = new_tokens;
         t->unlearned_work = t->pending_work = work;
         add_prompt(t, node, now_s);
-        expect_first_token(t, node);
+        expect_first_token(t, node, now_s);
     }
     Py_RETURN_NONE;
+}
+
+/* Whether no other prompt waits that could have delayed its first token, which came now: the engine has served it for half of
+ * the time before the next one came. */
+static int is_alone(const TicketState *t, const NodeState *node, double now_s) {
+    const TicketState *next = node->first_prefill;
+    if (node->pending_work < 1.0)
+        return 1;
+    return node->peer_pending_work < 1.0 && next && next->opened_s - t->opened_s >= 0.5 * (now_s - t->opened_s);
 }
 
 /* Learns from the time to its first token, which came now. */
@@ -459,7 +543,7 @@ static void learn_prefill(TicketState *t, NodeState *node, double now_s) {
     double arrived_s = t->opened_s + node->round_trip_ms / 1000.0; /* the network's time is not the node's */
     if (arrived_s >= now_s)                                        /* then the round trip is shorter than configured */
         arrived_s = t->opened_s;
-    int lone = t->streams && node->pending_work < 1.0;
+    int lone = t->streams && t->was_alone && is_alone(t, node, now_s);
     PyObject *order = speed->first_tokens;
     if (!order || Py_TYPE(order) != &FirstTokenOrderType) {
         learn_first_token(speed, t->unlearned_work, step_ms, arrived_s, now_s, lone);
@@ -483,7 +567,7 @@ static PyObject *ticket_first_token(TicketState *t, PyObject *const *args, Py_ss
     record_ttft(node, (now_s - t->opened_s) * 1000.0);
     if (!t->decode_speed)
         Py_RETURN_NONE;
-    end_prefill(node, t);
+    end_prefill(node, t, now_s);
     if (served && t->streams) {
         node->streamed_ttft_ms += (now_s - t->opened_s) * 1000.0;
         node->streamed_work += t->work_ahead;
@@ -532,9 +616,9 @@ static PyObject *ticket_record_answer(TicketState *t, PyObject *const *args, Py_
     Py_RETURN_NONE;
 }
 
-static void remove_prompt(TicketState *t, NodeState *node) {
+static void remove_prompt(TicketState *t, NodeState *node, double now_s) {
     if (t->first_token_s == 0.0)
-        end_prefill(node, t);
+        end_prefill(node, t, now_s);
     change_kv(node, -(double)t->new_tokens);
     if (node->polled_s > t->opened_s) /* the last poll counted some of its answer, too */
         change_kv(node, -t->output_tokens);
@@ -554,7 +638,7 @@ static PyObject *ticket_release(TicketState *t, PyObject *const *args, Py_ssize_
     if (!t->is_open)
         Py_RETURN_FALSE;
     if (t->decode_speed)
-        remove_prompt(t, node);
+        remove_prompt(t, node, now_s);
     node->context_tokens -= t->tokens + (Py_ssize_t)REQUEST_CONTEXT;
     t->is_open = 0;
     node->changes++;

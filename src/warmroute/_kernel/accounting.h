@@ -11,6 +11,8 @@ typedef struct {
     double ms_per_token;                            /* of prefill, as prices use it */
     double factor;                                  /* decode time relative to other nodes of the model */
     double work, ms, at_s, last_first_token_s;      /* the sums that ms_per_token is learned from */
+    double uncharged_ms;                            /* what the last first token took beyond what its prompt explains */
+    double carried_ms_per_token;                    /* the estimate before the first token that left it */
     double learned_ms_per_token;                    /* ms_per_token, unless that is replaced */
     double long_work, long_ms;                      /* moving means of lone prefills that take several steps */
     double step_ms;                                 /* a decode step that no prefill interrupts; 0: unknown */
@@ -52,6 +54,9 @@ typedef struct {
      * a reference to each. */
     Py_ssize_t unstreamed_prefills;
     TicketState *first_unstreamed, *last_unstreamed;
+    /* Tickets whose prefill has not ended, in the order they were opened: a list without references. */
+    TicketState *first_prefill, *last_prefill;
+    double prefill_ended_s; /* when the first of them last ended */
     Py_ssize_t outcomes[OUTCOMES], ttft_counts[TTFT_BUCKETS];
     /* The part of the figures above that is the peers', and what this process has published of its own (peer_load.c). */
     Py_ssize_t peer_inflight, peer_context_tokens, peer_kv_new;
@@ -66,6 +71,7 @@ struct TicketState {
     NodeState *node;
     DecodeSpeedState *decode_speed;  /* of its model; NULL where its prompt was not looked up */
     TicketState *previous, *next;    /* among the node's unstreamed tickets */
+    TicketState *earlier, *later;    /* among the node's tickets whose prefill has not ended */
     double opened_s, first_token_s;
     double unlearned_work;           /* its prefill's work, until the node's speed is learned from it */
     double pending_work;             /* its prefill's work that is believed to be left */
@@ -74,7 +80,8 @@ struct TicketState {
     double work_ahead, steps_ms;     /* at its dispatch: the work until its first token, and the time beside that */
     double expected_ttft_ms;         /* from these and the node's speed; 0 where its prompt was not looked up */
     Py_ssize_t tokens, new_tokens, polls;
-    char is_open, streams, is_unstreamed;
+    char is_open, streams, is_unstreamed, is_prefilling;
+    char was_alone;                  /* no other prompt was pending when it was sent */
 };
 
 extern PyTypeObject SpeedType, DecodeSpeedType, NodeType, TicketType;
@@ -90,6 +97,9 @@ static always_inline double own_pending_work(const NodeState *node) {
 
 /* What the router learns from a first token. `lone`: no other prompt waited at that time. */
 void learn_first_token(SpeedState *speed, double done, double step_ms, double sent_s, double now_s, int lone);
+
+/* The pending work that should be left by now. */
+double remaining_work(const NodeState *node, double now_s);
 
 /* Time per output token beside this much context, on a node like the others. */
 static always_inline double decode_ms(const DecodeSpeedState *d, double context) {

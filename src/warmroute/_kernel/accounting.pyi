@@ -29,6 +29,8 @@ SPEED_DECAY_S: Final[float]
 SPEED_MIN_KEPT: Final[float]
 SPEED_MAX_FACTOR: Final[float]
 """One observation counts as at most this many times slower than the estimate. The next ones may confirm it."""
+CARRIED_MAX_FACTOR: Final[float]
+"""A first token that is charged with what the last one's time has left counts as at most this many times slower."""
 PREFILL_MIN_SHARE: Final[float]
 """At least this share of the time until a first token counts as prefill. On a busy node, first tokens come with every
 step; without this bound nothing would be left for the prefill, and the node would seem infinitely fast."""
@@ -63,6 +65,10 @@ REQUEST_CONTEXT: Final[float]
 the work that an engine does for each request of a step (300 to 1,300 tokens on an H200)."""
 DECODE_FACTOR_NOISE: Final[float]
 """Prices ignore deviations of a node's decode speed from its model's line up to this."""
+PREFILLED_MAX_SHARE: Final[float]
+"""At most this share of a prompt counts as prefilled before its first token."""
+PREFILL_LATE: Final[float]
+"""If a first token takes this many times as long as expected, nothing of its prompt counts as prefilled."""
 
 class SpeedState:
     """The learned speed of a node."""
@@ -87,6 +93,8 @@ class SpeedState:
     _ms: float
     _at_s: float
     _last_first_token_s: float
+    _uncharged_ms: float
+    _carried_ms_per_token: float
     first_tokens: FirstTokenOrder | None
     """Where the first tokens are kept until they are learned; None: the kernel learns at once."""
 
@@ -179,6 +187,9 @@ class NodeState:
         """Add to `context_tokens`; a negative number takes some away. It counts as one of the `changes`."""
     def assume_prefilled(self, now_s: float, /) -> None:
         """End the unstreamed prefills that are due by now. To be called now and then while there are some."""
+    def remaining_work(self, now_s: float, /) -> float:
+        """Return `pending_work` without what the node should have prefilled of its first prompt by now: at most
+        PREFILLED_MAX_SHARE of it, since the estimate may be wrong, and nothing if its first token is very late."""
 
 class TicketState:
     """One request in the accounting of one node. Opened once, and released once."""

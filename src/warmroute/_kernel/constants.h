@@ -69,6 +69,7 @@
     X(SPEED_DECAY_S, 15.0)                                                                                                 \
     X(SPEED_MIN_KEPT, 0.7)                                                                                                 \
     X(SPEED_MAX_FACTOR, 4.0)                                                                                               \
+    X(CARRIED_MAX_FACTOR, 2.0)                                                                                             \
     X(PREFILL_MIN_SHARE, 0.5)                                                                                              \
     X(DECODE_FACTOR_WEIGHT, 0.05)                                                                                          \
     X(LONG_PREFILL_WORK, 600.0)                                                                                            \
@@ -86,6 +87,9 @@
     X(REQUEST_CONTEXT, 500.0)                                                                                              \
     X(DECODE_FACTOR_NOISE, 0.1)                                                                                            \
     X(PREFILL_SPEED_NOISE, 1.3)                                                                                            \
+    /* How much of a prompt counts as prefilled before its first token. */                                                 \
+    X(PREFILLED_MAX_SHARE, 0.75)                                                                                           \
+    X(PREFILL_LATE, 2.0)                                                                                                   \
     /* Averages of a node. */                                                                                              \
     X(ARRIVAL_DECAY_S, 10.0)                                                                                               \
     X(LATENCY_WEIGHT, 0.1)                                                                                                 \

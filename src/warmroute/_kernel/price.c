@@ -308,6 +308,29 @@ static PyObject *prices_least_loaded(Prices *self, PyObject *given) {
     return list;
 }
 
+static PyObject *prices_least_work_left(Prices *self, PyObject *const *args, Py_ssize_t count) {
+    double now_s, least = INFINITY;
+    Py_ssize_t best = -1;
+    if (check_count(count, 2) < 0 || check_type(args[0], &PyList_Type) < 0 || as_double(args[1], &now_s) < 0)
+        return NULL;
+    for (Py_ssize_t k = 0; k < PyList_GET_SIZE(args[0]); k++) {
+        Py_ssize_t at = PyLong_AsSsize_t(PyList_GET_ITEM(args[0], k));
+        if (at < 0 || at >= Py_SIZE(self)) {
+            if (!PyErr_Occurred())
+                PyErr_SetString(PyExc_IndexError, "there is no such node");
+            return NULL;
+        }
+        const NodeState *node = node_at(self->nodes, at);
+        double left = remaining_work(node, now_s);
+        if (best < 0 || left < least ||
+            (left == least && node->last_ticket_s > node_at(self->nodes, best)->last_ticket_s)) {
+            best = at;
+            least = left;
+        }
+    }
+    return PyLong_FromSsize_t(best);
+}
+
 static PyObject *prices_cheapest_within(Prices *self, PyObject *given) {
     double most_own;
     Py_ssize_t best = -1;
@@ -409,6 +432,8 @@ static PyObject *prices_mean_load(Prices *self, void *unused) {
 static PyMethodDef prices_methods[] = {
     {"cheapest", (PyCFunction)prices_cheapest, METH_O, "Return the nodes within a factor of the least price."},
     {"least_loaded", (PyCFunction)prices_least_loaded, METH_O, "Return those of these nodes that have the least load."},
+    {"least_work_left", FAST(prices_least_work_left),
+     "Return the one of these nodes with the least prefill work left, of equal ones that with the newest request."},
     {"cheapest_within", (PyCFunction)prices_cheapest_within, METH_O,
      "Return the cheapest node whose own cost is at most this; -1 if there is none."},
     {"second_home", FAST(prices_second_home), "Return the node to copy a crowded node's prefix to, or the node itself."},

@@ -39,6 +39,9 @@ class Prices:
         """Return the nodes whose price is within a factor of the least one."""
     def least_loaded(self, among: list[int], /) -> list[int]:
         """Return those of these nodes that have the least load."""
+    def least_work_left(self, among: list[int], now_s: float, /) -> int:
+        """Return the one of these nodes that has the least prefill work left (`NodeState.remaining_work`); of equal
+        ones, the one that got a request last. -1 if the list is empty."""
     def cheapest_within(self, most_own: float, /) -> int:
         """Return the cheapest of the nodes whose own cost is at most this; -1 if there is none."""
     def second_home(self, home: int, crowded: float, more: float, extra_ms: float, /) -> int:

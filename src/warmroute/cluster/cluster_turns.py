@@ -5,9 +5,11 @@ to a peer whose first request comes before its own, but not for longer than MAX_
 gone elsewhere meanwhile. It does not leave an idle node to a peer, nor the turn of an overdue request: each process
 keeps the guarantee of its own requests. The order between tenants is kept within each process only.
 
-Two processes can still send to a node at the same time: each knows only what the other published. `unseen_work` assumes
+Two processes can still send to a node at the same time: each knows only what the other published. `work_left` assumes
 that each peer has sent the node as much since its last message as this process has. So all processes together exceed
-the limit of a node by at most one prompt each.
+the limit of a node by at most one prompt each. Only the process that sent a node's first prompt could tell how much of
+it is prefilled, and would always be the first to see that the node has room. So with peers all of it counts until its
+first token comes.
 """
 
 from __future__ import annotations
@@ -60,8 +62,8 @@ class ClusterTurns:
     def queued(self) -> None:
         self._changed()
 
-    def unseen_work(self, node: Node) -> float:
+    def work_left(self, node: Node, now_s: float) -> float:
         peers = len(self._peers)
         if not peers:
-            return 0.0
-        return peers * max(0.0, node.own_pending_work - node.published_work)
+            return node.remaining_work(now_s)
+        return node.pending_work + peers * max(0.0, node.own_pending_work - node.published_work)

@@ -106,7 +106,7 @@ class Admission(Section, frozen=True):
     ] = True
     max_node_backlog_ms: Annotated[
         float,
-        Meta(gt=0, description="Prefill work that may be queued on a node before further requests wait in the router."),
+        Meta(gt=0, description="Prefill work left on a node above which further requests wait in the router."),
     ] = 250.0
     max_waiting: Annotated[
         Count,

@@ -8,15 +8,19 @@ Prefill work is counted in tokens of a short prompt. Attention makes a token mor
 The kernel updates the speed at each first token; tests/accounting_reference.py has the same formulas in Python. A node
 prefills prompts one after the other or several in one step. Either way, the time during which at least one of them
 waited for its first token went into all of them together. So a first token is charged with the time since the previous
-first token, or since its own dispatch if that was later, and the speed is the ratio of the two sums. A short prompt
-says more about the step than about the prefill, so it weighs less: weight = work / (work + step_work).
+first token, or since its own dispatch if that was later, and the speed is the ratio of the two sums. One first token
+counts as at most four times slower than estimated. The rest of its time is charged to the next one, if that prompt
+waited as well, up to twice what the estimate was before: both may have been prefilled in one step. A prompt whose own
+time explains it, although more than that is left, is charged with nothing else: the node stood still before.
+
+An engine takes a whole step for a prompt that needs only a part of one. So where it took at most one and a half steps,
+an estimate that is up to one step shorter counts as right. A short prompt weighs less: weight = work / (work +
+step_work).
 
 Until a node has served a request, it has the speed of its peers. speed_review.py judges what was learned.
 
-`ms_per_token` predicts the next first token. It is not what a token costs: while most of each prompt is cached, the
-time of a short prefill is mostly that of the step which the engine takes in any case. `long_ms_per_token` is learned
-from prompts with at least LONG_PREFILL_WORK that were prefilled alone, and `step_ms`, the time of a step, as a low
-quantile of the time per output token. Telemetry counts costs with them:
+Telemetry counts costs with `long_ms_per_token`, which is learned from prompts with at least LONG_PREFILL_WORK that were
+prefilled alone, and `step_ms`, the time of a step, a low quantile of the time per output token:
 
     prefill_cost = max(step_ms, long_ms_per_token · work)                             [ms]
 """

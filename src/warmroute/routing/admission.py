@@ -4,10 +4,11 @@ A request whose cheapest node has room goes there at once. Otherwise it waits in
 engine's: until its turn comes, its cached prefix may be evicted, or another node may become cheaper. When a node has
 room again, admission decides again for the first queued requests, in the queue's order (admission_queue.py).
 
-Admission rejects a request that cannot meet its deadline, that finds the queue full, or that must not queue. From half
-of `max_waiting` on, low-priority requests no longer overtake others; if the queue is full, others displace them. So no
-request is rejected in favour of a low-priority one. If the queue is full of requests of the same priority, a request
-displaces one of the tenant that has the most. So no tenant can keep others out by sending many requests.
+A node's room also grows with time. So a new request that finds room may find requests that wait for it, too: those of
+them that come before it in the queue's order go first.
+
+Admission rejects a request that cannot meet its deadline, that finds the queue full (queue_limits.py), or that must not
+queue.
 
 A pending request may call back into admission from `on_admitted` and `on_rejected`, to submit another request or to
 free a node. So no code here relies on a lookup made before such a call.
@@ -22,8 +23,7 @@ from typing import Final
 
 from warmroute.config import Admission as AdmissionConfig
 from warmroute.config import RouteConfig
-from warmroute.config.priority import HIGH, LOW
-from warmroute.fleet.arrival_rate import ArrivalRate
+from warmroute.config.priority import LOW
 from warmroute.fleet.node import Node
 from warmroute.index.lookup import Lookup
 from warmroute.prompt.routing_request import RoutingRequest
@@ -32,6 +32,7 @@ from warmroute.routing.admission_queue import LONG_WAIT_S, AdmissionQueue, Key
 from warmroute.routing.deadline_check import check_deadlines
 from warmroute.routing.decision import Decision
 from warmroute.routing.overdue_turns import OverdueTurns
+from warmroute.routing.queue_limits import QueueLimits
 from warmroute.routing.queued_request import PendingRequest, QueuedRequest, QueueOrder
 from warmroute.routing.router import Router
 from warmroute.routing.routing_errors import (
@@ -55,7 +56,7 @@ EXAMINED: Final = 64
 TICK_S: Final = 0.05
 """Time between two calls of `tick`. A request is rejected this much before it would miss its deadline."""
 FULL_CHECK_TICKS: Final = 20
-"""Number of ticks after which admission checks each queued request, even if no event calls for it."""
+"""Number of ticks in which admission checks each queued request once, even if no event calls for it."""
 HITS_VALID_S: Final = 0.25
 """Time for which the looked-up hits of a queued request are used again."""
 
@@ -70,13 +71,12 @@ class Admission:
     ) -> None:
         self._router = router
         self.queue = AdmissionQueue(order)
+        self._limits = QueueLimits(self.queue)
         self._overdue_turns = OverdueTurns(self.queue, router, self._is_current, self._over_threshold)
         self._filling: dict[Node, None] = {}
         """Nodes with room that queued requests are being sent to."""
         self._version = 0
         """Incremented when something may have changed. Decisions of queued requests hold within one version."""
-        self._admission_rate = ArrivalRate()
-        """Of queued requests."""
         self.turns: Turns | None = None
         """Whose turn it is among several processes; None if this is the only one."""
         self.first_node_wait_s = 0.0
@@ -85,6 +85,7 @@ class Admission:
 
     def reconfigure(self, config: AdmissionConfig, routes: Sequence[RouteConfig] = ()) -> None:
         self.config = config
+        self._limits.max_waiting = config.max_waiting
         self._ticks = -1  # the next tick checks each queued request
         self._by_route: dict[str, AdmissionConfig] = {}
         """Settings of the routes that have their own."""
@@ -102,11 +103,20 @@ class Admission:
     def submit(self, pending: PendingRequest, now_s: float) -> None:
         """Call `on_admitted`, now or later, or `on_rejected` later. Raises RoutingError if it is rejected at once."""
         request, queue = pending.request, self.queue
-        demand_meter = self._router.demand_meter
+        demand_meter, decision = self._router.demand_meter, None
         try:
             decision = self._router.decide(request, now_s, pending.lookup)
-        except NoNodeAvailable:
             if demand_meter is not None:
+                demand_meter.arrived += 1
+            decision, has_room = self._check_room(request, decision, now_s)
+            while has_room and self._comes_after(request, decision, now_s):
+                if not self._admit_before(request, decision, now_s):
+                    has_room = self.turns is None  # else it may be a peer's turn
+                    break
+                decision = self._router.decide(request, now_s, pending.lookup)
+                decision, has_room = self._check_room(request, decision, now_s)
+        except NoNodeAvailable:
+            if demand_meter is not None and decision is None:
                 demand_meter.arrived += 1
             if not self.first_node_wait_s or not request.may_queue:
                 raise
@@ -115,12 +125,7 @@ class Admission:
             if displaced is not None:
                 self._displace(displaced, now_s)
             return
-        if demand_meter is not None:
-            demand_meter.arrived += 1
-        if self._has_threshold or not request.may_queue or request.deadline_s or request.total_deadline_s:
-            decision = self._eligible(request, decision, now_s)
-        overtakes = request.priority != LOW or not self._has_to_queue(request, decision, now_s)
-        if overtakes and self._admits_at_once(request, decision, now_s):
+        if has_room and self._is_ours(request, decision, now_s):
             if queue.tenants and decision.price is not None:  # a trial request or another policy has no price
                 queue.charge_unqueued(request, decision.entry_node, decision.price.prefill)
             pending.on_admitted(decision)
@@ -136,32 +141,52 @@ class Admission:
         """Return what `submit` would decide, and whether it would queue the request. Raises RoutingError."""
         router, self._router = self._router, self._router.snapshot()
         try:
-            decision = self._eligible(request, self._router.decide(request, now_s, lookup), now_s)
-            overtakes = request.priority != LOW or not self._has_to_queue(request, decision, now_s)
-            if overtakes and self._admits_at_once(request, decision, now_s):
+            decision, has_room = self._check_room(request, self._router.decide(request, now_s, lookup), now_s)
+            if has_room and not self._comes_after(request, decision, now_s) and self._is_ours(request, decision, now_s):
                 return decision, False
             self._check_may_queue(request, decision, now_s)
             return decision, True
         finally:
             self._router = router
 
-    def _admits_at_once(self, request: RoutingRequest, decision: Decision, now_s: float) -> bool:
-        if decision.index < 0 or not self._queues(request):
-            return True
-        if not self.has_room(decision.entry_node):
+    def _check_room(self, request: RoutingRequest, decision: Decision, now_s: float) -> tuple[Decision, bool]:
+        """Return a decision for an eligible node, and whether that has room for the request. Raises NotAdmitted."""
+        if self._has_threshold or not request.may_queue or request.deadline_s or request.total_deadline_s:
+            decision = self._eligible(request, decision, now_s)
+        if request.priority == LOW and self._has_to_queue(request, decision, now_s):
+            return decision, False
+        return decision, self._fits(request, decision, now_s)
+
+    def _comes_after(self, request: RoutingRequest, decision: Decision, now_s: float) -> bool:
+        """Return whether a queued request that waits for the same node comes before this new one."""
+        return decision.index >= 0 and self._queues(request) and self.queue.comes_after(request, decision, now_s)
+
+    def _admit_before(self, request: RoutingRequest, decision: Decision, now_s: float) -> bool:
+        """Admit a queued request that waits for the same node and comes before this new one. Return whether one did."""
+        if (chosen := self._next_for(decision.entry_node, now_s)) is None:
             return False
-        turns = self.turns
-        if turns is None or (price := decision.price) is None:
+        key, queued, by_guarantee = chosen
+        if not by_guarantee and self.queue.goes_before(request, decision, key, queued, now_s):
+            return False
+        self._admit(key, queued, by_guarantee, now_s)
+        return True
+
+    def _fits(self, request: RoutingRequest, decision: Decision, now_s: float) -> bool:
+        return decision.index < 0 or not self._queues(request) or self.has_room(decision.entry_node, now_s)
+
+    def _is_ours(self, request: RoutingRequest, decision: Decision, now_s: float) -> bool:
+        """Return False if the room is a peer's."""
+        turns, price = self.turns, decision.price
+        if turns is None or price is None or not self._queues(request):
             return True
         return turns.is_ours(decision.entry_node, request.priority, price.prefill, now_s)
 
-    def has_room(self, node: Node) -> bool:
-        """Return whether the node's queued prefill work is below the limit. An idle node always has room."""
+    def has_room(self, node: Node, now_s: float) -> bool:
+        """Return whether little prefill work is left on the node. An idle node always has room."""
         if not node.inflight:
             return True
-        work = node.pending_work
-        if self.turns is not None:
-            work += self.turns.unseen_work(node)
+        turns = self.turns
+        work = node.remaining_work(now_s) if turns is None else turns.work_left(node, now_s)
         # Work in transit keeps no GPU busy, and a distant node has more of it.
         return work * node.speed.ms_per_token <= self.config.max_node_backlog_ms + node.round_trip_ms
 
@@ -171,16 +196,11 @@ class Admission:
 
     def _eligible(self, request: RoutingRequest, decision: Decision, now_s: float) -> Decision:
         """Return a decision for a node whose queue is short enough and that meets the deadlines. Raises NotAdmitted."""
-        if self._has_threshold and (threshold := self._config_of(request).queue_threshold):
-            try:
-                decision = eligible_nodes.below_queue_threshold(self._router, request, decision, threshold)
-            except NodeQueuesFull as full:
-                raise self._shed(full) from None
-        if not request.may_queue:
-            decision = eligible_nodes.without_queue(self._router, decision)
-        if request.deadline_s or request.total_deadline_s:
-            decision = eligible_nodes.within_deadlines(self._router, request, decision, now_s)
-        return decision
+        threshold = self._config_of(request).queue_threshold if self._has_threshold else 0
+        try:
+            return eligible_nodes.eligible(self._router, request, decision, threshold, now_s)
+        except NodeQueuesFull as full:
+            raise self._shed(full) from None
 
     # Limits of the queue.
 
@@ -189,10 +209,10 @@ class Admission:
         wait for the same model. Raises QueueFull if it cannot queue."""
         query = decision.query
         assert query is not None
-        if not self._half_full or not query.group.waiting:
+        if not self._limits.half_full or not query.group.waiting:
             return False
         if decision.index < 0 or not self._queues(request):
-            raise self._shed(QueueFull(self._queue_s(now_s)))
+            raise self._shed(QueueFull(self._limits.drain_s(now_s)))
         return True
 
     def _check_may_queue(self, request: RoutingRequest, decision: Decision, now_s: float) -> PendingRequest | None:
@@ -205,22 +225,10 @@ class Admission:
 
     def _check_queue_limit(self, request: RoutingRequest, now_s: float) -> PendingRequest | None:
         """Return the queued request that this one displaces; None if it displaces none. Raises QueueFull."""
-        limit = self.config.max_waiting
-        if self.queue.waiting < (limit // 2 if request.priority == LOW else limit):
-            return None
-        displaced = self.queue.next_to_displace(request)
-        if displaced is None and request.priority != HIGH:
-            raise self._shed(QueueFull(self._queue_s(now_s)))
-        return displaced
-
-    @property
-    def _half_full(self) -> bool:
-        return self.queue.waiting >= self.config.max_waiting // 2
-
-    def _queue_s(self, now_s: float) -> float:
-        """Return how long the queue takes to drain at the current rate."""
-        per_s = self._admission_rate.per_ms(now_s) * 1000.0
-        return self.queue.waiting / per_s if per_s else inf
+        try:
+            return self._limits.to_displace(request, now_s)
+        except QueueFull as full:
+            raise self._shed(full) from None
 
     def _shed(self, error: NotAdmitted) -> NotAdmitted:
         if self._router.demand_meter is not None:
@@ -228,7 +236,7 @@ class Admission:
         return error
 
     def _displace(self, pending: PendingRequest, now_s: float) -> None:
-        error = self._shed(Displaced(self._queue_s(now_s)))
+        error = self._shed(Displaced(self._limits.drain_s(now_s)))
         self.queue.cancel(pending)
         pending.on_rejected(error)
 
@@ -257,25 +265,28 @@ class Admission:
             self._filling.clear()
 
     def _fill(self, node: Node, now_s: float) -> None:
-        while self.queue.tenants and self.has_room(node):
+        while self.queue.tenants and self.has_room(node, now_s):
             chosen = self._next_for(node, now_s)
             if chosen is None:
                 return
-            key, queued = chosen
-            self.queue.remove(key, queued.pending)
-            self._admission_rate.record(now_s)
-            queued.pending.on_admitted(queued.decision)
-            self._version += 1
+            key, queued, by_guarantee = chosen
+            self._admit(key, queued, by_guarantee, now_s)
 
-    def _next_for(self, node: Node, now_s: float) -> tuple[Key, QueuedRequest] | None:
-        """Return the request to admit next: the first one for this node, or a trial request for a half-open node."""
+    def _admit(self, key: Key, queued: QueuedRequest, by_guarantee: bool, now_s: float) -> None:
+        self.queue.charge(key, queued, now_s, by_guarantee)
+        self.queue.remove(key, queued.pending)
+        self._limits.admission_rate.record(now_s)
+        queued.pending.on_admitted(queued.decision)
+        self._version += 1
+
+    def _next_for(self, node: Node, now_s: float) -> tuple[Key, QueuedRequest, bool] | None:
+        """Return the first request for this node, or a trial request for a half-open node; whether by its guarantee."""
         queue, turns = self.queue, self.turns
-        without_low = self._half_full and queue.has_higher_priority
+        without_low = self._limits.half_full and queue.has_higher_priority
         has_overdue = queue.guarantee.find_overdue(now_s)
         overdue = self._overdue_turns.next_for(node, without_low, now_s) if has_overdue else None
         if overdue is not None:
-            queue.charge(*overdue, now_s, by_guarantee=True)
-            return overdue
+            return overdue[0], overdue[1], True
         tenants = queue.tenants_in_order(without_low)
         limit = min(EXAMINED_PER_TENANT, max(1, EXAMINED // max(1, len(tenants))))
         for key, tenant in tenants:
@@ -285,8 +296,7 @@ class Admission:
             if best is not None and queue.contains(key, best):
                 if turns is not None and not turns.is_ours(node, key[0], best.effective_key(now_s), now_s):
                     return None
-                queue.charge(key, best, now_s, by_guarantee=False)
-                return key, best
+                return key, best, False
         return None
 
     def _is_current(self, key: Key, queued: QueuedRequest, now_s: float) -> bool:
@@ -316,12 +326,7 @@ class Admission:
     def _over_threshold(self, request: RoutingRequest, node: Node) -> bool:
         if not self._has_threshold:
             return False
-        threshold = self._config_of(request).queue_threshold
-        return (
-            bool(threshold)
-            and request.priority != HIGH
-            and node.queued >= eligible_nodes.queue_limit(request, threshold)
-        )
+        return eligible_nodes.is_over_threshold(request, node, self._config_of(request).queue_threshold)
 
     def _decide_again(self, key: Key, queued: QueuedRequest, now_s: float) -> bool:
         """Update the decision of a queued request. Return False if no node is available any more."""
@@ -386,7 +391,7 @@ class Admission:
                 queue.remove_without_node(pending)
                 pending.on_rejected(error)
             else:
-                if self._admits_at_once(request, decision, now_s):
+                if self._fits(request, decision, now_s) and self._is_ours(request, decision, now_s):
                     queue.remove_without_node(pending)
                     pending.on_admitted(decision)
                 else:
@@ -399,14 +404,14 @@ class Admission:
         self._ticks += 1
         if not self._ticks % FULL_CHECK_TICKS:
             queue.guarantee.forget_removed_nodes()
-        if (
-            self._ticks % FULL_CHECK_TICKS
-            and default_queues
-            and not (default_max_wait_s or self._by_route or queue.with_deadline or self._half_full)
-            and not any(self._node_is_gone(head) for head in queue.heads())
-        ):
-            return
-        for key, queued in queue.all_queued():
+        all_at_once = (
+            not (self._ticks and default_queues) or default_max_wait_s or self._by_route or queue.with_deadline
+        )
+        if not all_at_once and not self._limits.half_full and not any(head.node_is_gone for head in queue.heads()):
+            checked = queue.part_of_all(self._ticks, FULL_CHECK_TICKS)
+        else:
+            checked = queue.all_queued()
+        for key, queued in checked:
             if not queue.contains(key, queued):
                 continue
             pending = queued.pending
@@ -416,15 +421,15 @@ class Admission:
             if max_wait_s and waited_s > max_wait_s:
                 queue.remove(key, pending)
                 pending.on_rejected(QueueTimeout())
-            elif key[0] == LOW and waited_s > LONG_WAIT_S and self._half_full and queue.has_higher_priority:
-                error = self._shed(Displaced(self._queue_s(now_s)))  # its turn would not come
+            elif key[0] == LOW and waited_s > LONG_WAIT_S and self._limits.half_full and queue.has_higher_priority:
+                error = self._shed(Displaced(self._limits.drain_s(now_s)))  # its turn would not come
                 queue.remove(key, pending)
                 pending.on_rejected(error)
             elif not (self._queues(request) if request.route else default_queues):  # the configuration has changed
                 if self._decide_again(key, queued, now_s):
                     queue.remove(key, pending)
                     pending.on_admitted(queued.decision)
-            elif self._node_is_gone(queued):
+            elif queued.node_is_gone:
                 self._decide_again(key, queued, now_s)
             elif (
                 (request.deadline_s or request.total_deadline_s)
@@ -432,12 +437,6 @@ class Admission:
                 and self._decide_again(key, queued, now_s)  # its decision may be old
             ):
                 self._reject_if_late(key, queued, now_s, TICK_S)
-
-    def _node_is_gone(self, queued: QueuedRequest) -> bool:
-        query = queued.decision.query
-        assert query is not None
-        name, group = queued.decision.node.name, query.group.sort_if_changed()
-        return name not in group.up.by_name and name not in group.last_resort.by_name
 
     def _reject_if_late(self, key: Key, queued: QueuedRequest, now_s: float, margin_s: float = 0.0) -> bool:
         """Return whether the request was rejected because it would miss a deadline."""

@@ -125,6 +125,8 @@ class AdmissionQueue:
         """Queued requests of each tenant, including those that wait for a first node."""
         self.waiting = 0
         """Number of queued requests, including those that wait for a first node."""
+        self.waiting_for: dict[Node, dict[Key, int]] = {}
+        """Queued requests by the node of their decision and by tenant, without zeros."""
         self.with_deadline = 0
         """Those of them that wait for room and have a deadline."""
         self.queued_total = 0
@@ -165,6 +167,7 @@ class AdmissionQueue:
         if tenant is None or (queued := tenant.remove(pending)) is None:
             return False
         self.guarantee.remove(queued)
+        self._count_for_node(queued.decision.entry_node, key, -1)
         self.with_deadline -= queued.has_deadline
         self._count_removed(key)
         if not tenant.waiting:
@@ -201,9 +204,18 @@ class AdmissionQueue:
         queued = QueuedRequest(pending, decision, query.group, self._number, self._order)
         tenant.add(queued)
         self.guarantee.add(queued)
+        self._count_for_node(decision.entry_node, key, 1)
         self.with_deadline += queued.has_deadline
         self.waiting += 1
         self._counts[key] += 1
+
+    def _count_for_node(self, node: Node, key: Key, change: int) -> None:
+        tenants = self.waiting_for.setdefault(node, {})
+        tenants[key] = tenants.get(key, 0) + change
+        if not tenants[key]:
+            del tenants[key]
+            if not tenants:
+                del self.waiting_for[node]
 
     def _add_without_node(self, pending: PendingRequest) -> None:
         self.waiting_for_first_node[id(pending)] = pending
@@ -214,6 +226,8 @@ class AdmissionQueue:
         before = queued.decision.entry_node
         self.tenants[key].update_decision(queued, decision)
         if decision.entry_node is not before:
+            self._count_for_node(before, key, -1)
+            self._count_for_node(decision.entry_node, key, 1)
             self.guarantee.decision_changed(queued, before)
 
     # Contents.
@@ -221,6 +235,16 @@ class AdmissionQueue:
     def all_queued(self) -> list[tuple[Key, QueuedRequest]]:
         """Return all requests, except those that wait for a first node."""
         return [(key, queued) for key, tenant in self.tenants.items() for queued in tenant.waiting.values()]
+
+    def part_of_all(self, part: int, parts: int) -> list[tuple[Key, QueuedRequest]]:
+        """Return one of several parts of them. A request is always in the same part."""
+        part %= parts
+        return [
+            (key, queued)
+            for key, tenant in self.tenants.items()
+            for queued in tenant.waiting.values()
+            if queued.number % parts == part
+        ]
 
     def contains(self, key: Key, queued: QueuedRequest) -> bool:
         tenant = self.tenants.get(key)
@@ -290,6 +314,47 @@ class AdmissionQueue:
         if len(tenants) > 1:
             tenants.sort(key=lambda item: (item[0][0], item[1].work_ms))
         return tenants
+
+    def comes_after(self, request: RoutingRequest, decision: Decision, now_s: float) -> bool:
+        """Return whether a request that waits for the decision's node goes there before a new one."""
+        node = decision.entry_node
+        tenants = self.waiting_for.get(node)
+        if tenants is None:
+            return False
+        if self.guarantee.has_turn(node):
+            return True
+        for key in tenants:
+            if key[0] > request.priority:
+                continue
+            for head in self.tenants[key].by_work.heads_for(node):
+                if not self._is_before(request, decision, key, head, now_s):
+                    return True
+        return False
+
+    def goes_before(
+        self, request: RoutingRequest, decision: Decision, key: Key, queued: QueuedRequest, now_s: float
+    ) -> bool:
+        """Return whether a new request goes before the first queued one for its node."""
+        if queued.is_overdue and key == (request.priority, request.tenant):  # it goes instead of one with less work
+            return False
+        return self._is_before(request, decision, key, queued, now_s)
+
+    def _is_before(
+        self, request: RoutingRequest, decision: Decision, key: Key, queued: QueuedRequest, now_s: float
+    ) -> bool:
+        own_key = (request.priority, request.tenant)
+        if own_key == key:
+            price = decision.price
+            work_ms = price.prefill if price is not None else 0.0
+            return (work_ms if self._order is not QueueOrder.FIRST_COME else now_s) < queued.effective_key(now_s)
+        if request.priority != key[0]:
+            return request.priority < key[0]
+        return self._admitted_work_ms(own_key) < self.tenants[key].work_ms
+
+    def _admitted_work_ms(self, key: Key) -> float:
+        """Return the admitted work of a tenant, also of one without queued requests."""
+        tenant = self.tenants.get(key)
+        return tenant.work_ms if tenant is not None else max(self._work_level[key[0]], self.past_work_ms.get(key, 0.0))
 
     def charge(self, key: Key, queued: QueuedRequest, now_s: float, by_guarantee: bool) -> None:
         """Charge a tenant, and the request's node, for the request that is admitted next."""

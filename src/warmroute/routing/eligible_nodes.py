@@ -17,9 +17,25 @@ from warmroute.routing.router import Router
 from warmroute.routing.routing_errors import NodeQueuesFull, WouldQueue
 
 
+def eligible(router: Router, request: RoutingRequest, decision: Decision, threshold: int, now_s: float) -> Decision:
+    """Return a decision for a node whose queue is short enough and that meets the deadlines. Raises NotAdmitted."""
+    if threshold:
+        decision = below_queue_threshold(router, request, decision, threshold)
+    if not request.may_queue:
+        decision = without_queue(router, decision)
+    if request.deadline_s or request.total_deadline_s:
+        decision = within_deadlines(router, request, decision, now_s)
+    return decision
+
+
 def queue_limit(request: RoutingRequest, threshold: int) -> float:
     """Return the length of a node's own queue from which on the request may not go there."""
     return threshold / 2 if request.priority == LOW else threshold
+
+
+def is_over_threshold(request: RoutingRequest, node: Node, threshold: int) -> bool:
+    """Return whether the node's own queue is too long for the request."""
+    return bool(threshold) and request.priority != HIGH and node.queued >= queue_limit(request, threshold)
 
 
 def below_queue_threshold(router: Router, request: RoutingRequest, decision: Decision, threshold: int) -> Decision:

@@ -72,7 +72,7 @@ class Hedging:
 def send_hedge(attempts: Attempts, dispatcher: Dispatcher, now_s: float) -> bool:
     """Send a request to a second node. Return False if none is up and has room."""
     node, has_room = attempts.ticket.node, dispatcher.admission.has_room
-    other = attempts.other_node(now_s, lambda o: o is not node and not o.needs_partner and has_room(o))
+    other = attempts.other_node(now_s, lambda o: o is not node and not o.needs_partner and has_room(o, now_s))
     if other is None:
         return False
     attempts.hedge = dispatcher.router.dispatch(attempts.get_failover().decision, other, now_s)

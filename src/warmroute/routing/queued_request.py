@@ -90,6 +90,13 @@ class QueuedRequest:
         request = self.pending.request
         return bool(request.deadline_s or request.total_deadline_s)
 
+    @property
+    def node_is_gone(self) -> bool:
+        query = self.decision.query
+        assert query is not None
+        name, group = self.decision.node.name, query.group.sort_if_changed()
+        return name not in group.up.by_name and name not in group.last_resort.by_name
+
     def current_key(self) -> float:
         """Return the key of its present decision."""
         return self.prefill_ms if self.order is not QueueOrder.FIRST_COME else self.pending.request.arrived_s

@@ -101,6 +101,11 @@ class RequestsByNode:
         for queued in self._by_node.values():
             yield queued.first
 
+    def head_for(self, node: Node) -> QueuedRequest | None:
+        """Return the first request for this node."""
+        on_node = self._by_node.get(node)
+        return on_node.first if on_node is not None else None
+
     def first_ones(self, node: Node, count: int) -> list[QueuedRequest]:
         """Return the first requests, then the first ones whose decision is this node: `count` of each."""
         found, on_node = self.all.first_ones(count), self._by_node.get(node)
@@ -168,6 +173,10 @@ class RequestsByWork:
         """Yield the first request for each node: of those that gain credit, and of the others."""
         yield from self._gaining.heads()
         yield from self._settled.heads()
+
+    def heads_for(self, node: Node) -> list[QueuedRequest]:
+        """Return the first request for this node: of those that gain credit, and of the others."""
+        return [head for head in (self._gaining.head_for(node), self._settled.head_for(node)) if head is not None]
 
     def first_ones(self, node: Node, count: int) -> list[QueuedRequest]:
         """Return the first requests, and the first ones whose decision is this node: `count` of each."""

@@ -17,8 +17,9 @@ class Turns(Protocol):
         """Return whether a request with this priority and prefill time may go to a node with room now. False: a peer
         has a request that comes before it."""
 
-    def unseen_work(self, node: Node) -> float:
-        """Return how much work peers may have sent to the node that this process does not know of yet."""
+    def work_left(self, node: Node, now_s: float) -> float:
+        """Return the prefill work that may be left on the node, with what peers may have sent there that this process
+        does not know of yet."""
 
     def queued(self) -> None:
         """A request was queued: peers should know of it."""

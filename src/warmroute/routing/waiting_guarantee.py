@@ -101,6 +101,10 @@ class WaitingGuarantee:
         """Return the oldest overdue requests, then the oldest ones that wait for this node: `limit` of each."""
         return self._overdue.first_ones(node, limit)
 
+    def has_turn(self, node: Node) -> bool:
+        """Return whether it is the turn of an overdue request that waits for this node."""
+        return self._overdue.head_for(node) is not None and self.credit_ms(node) >= 0.0
+
     def credit_ms(self, node: Node) -> float:
         return self._credit_ms.get(node, 0.0)
 

@@ -12,7 +12,8 @@
 
 All terms are in milliseconds. The kernel computes them for all nodes at once; tests/routing/price_formulas.py defines
 each of them as a small Python function. Prices within TIE of the lowest are equal: the node with the shorter context
-window wins, then the less loaded one, then chance.
+window wins, then the less loaded one. Of idle nodes chance decides. Of busy ones the node with the least prefill work
+left wins, then the one that got a request last: the others become idle sooner.
 
 A prefix that crowds its node gets a second home if all of these hold:
 1. The cheapest node has the prefix cached, and has more than CROWDED × the mean number of requests and
@@ -97,7 +98,9 @@ class PricePolicy:
             return tied[0]
         if query.group.windows is not None:
             tied = query.group.windows.tightest(query.candidates.nodes, tied)
-        tied = prices.least_loaded(tied)
+        tied, nodes = prices.least_loaded(tied), query.candidates.nodes
+        if len(tied) > 1 and nodes[tied[0]].load:
+            return prices.least_work_left(tied, query.now_s)
         return tied[int(self._random.random() * len(tied))]
 
     def _copy_pays_off(self, query: Query, prices: Prices, home_index: int, second_index: int) -> bool:
