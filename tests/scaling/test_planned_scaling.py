@@ -9,6 +9,7 @@ import pytest
 from fleet_views import offer, view
 
 from warmroute.config import IslandLimits, Objective, Scaling
+from warmroute.fleet.demand import DemandMeter, good_ttft_ms, share_within
 from warmroute.scaling.fleet_observer import FleetView
 from warmroute.scaling.fleet_plan import FleetPlan, ReplayedFleet
 from warmroute.scaling.offer_selection import OfferSelector
@@ -159,6 +160,15 @@ def test_every_limit_of_the_objective_keeps_nodes_while_it_is_missed(
     for stable, removed in ((missed, 0), (met, 2)):
         decisions = Decisions(objective=objective)
         assert len(decisions.decide(steady(stable=stable), plan(spare=2)).removals) == removed
+
+
+def test_goodput_is_measured_for_a_prompt_of_the_mean_length() -> None:
+    meter = DemandMeter()
+    for ttft_ms in (500.0, 2500.0, 9000.0, 9000.0):
+        meter.record_ttft(ttft_ms)
+    assert share_within(meter.ttft_counts, good_ttft_ms(0.0)) == 0.25
+    assert share_within(meter.ttft_counts, good_ttft_ms(2000.0)) == 0.5
+    assert share_within(DemandMeter().ttft_counts, 2000.0) is None
 
 
 def test_a_burst_adds_nodes_at_once_in_proportion() -> None:
