@@ -42,6 +42,7 @@ COMPILED = [
     "index/prediction",
     "index/reuse",
     "prompt/body_fields",
+    "prompt/encoding_time",
     "prompt/layout_check",
     "prompt/plain_chats",
     "prompt/request_body",

@@ -1,7 +1,7 @@
-"""Loads of a day's length for the comparison of scalers: 24 hours from one quiet hour to the next, with four times as
-many new conversations at noon as at night.
+"""Loads with the shape of a day for the comparison of scalers: eight hours from one quiet time to the next, with four
+times as many new conversations in the middle.
 
-    chat           chats of five turns with one of eight system prompts, on one L4 with an 8 B model
+    chat           chats of four turns with one of eight system prompts, on one L4 with an 8 B model
     agentic        sessions of coding agents from a trace (60 sessions of Claude Code; prompts of 82 k tokens on
                    average), repeated with other content behind the shared system prompt, on two H100s with a 32 B model
     conversation   conversations with the lengths of Mooncake's conversation trace (long-tailed; 12 k tokens on average,
@@ -59,7 +59,7 @@ def day_load(name: str, data: Path | None) -> DayLoad:
         return DayLoad(parse_workload(words.split()), 0.1, "l4-8b", 0.8, 2000.0, (6, 8, 10), 64)
     if name == "agentic":
         assert data is not None
-        return DayLoad(Generated("agents", AgentSessions(data)), 0.005, "2xh100-32b", 5.0, 3000.0, (4, 6, 8), 256)
+        return DayLoad(Generated("agents", AgentSessions(data)), 0.005, "2xh100-32b", 5.0, 3000.0, (4, 6, 8, 20), 256)
     return DayLoad(Generated("conversations", LongTailedChats()), 0.25, "4xa100-70b", 8.0, 8000.0, (4, 6, 8), 128)
 
 

@@ -28,6 +28,7 @@ TIMED = {
     "metrics_page": "metrics_page.py",
     "tracing_cpu": "tracing_cpu.py",
     "observability_cpu": "observability_cpu.py",
+    "search_cpu": "search_cpu.py",
     "demo": "demo.py",
     "peers_prefix_hash": "peers.py --harness HARNESS --policy prefix_hash",
     "peers_least_loaded": "peers.py --harness HARNESS --policy least_loaded",

@@ -16,13 +16,16 @@ ten minutes in which more than a tenth of the arriving requests get their first 
     fixed:12                      12 nodes all the time
     cron                          a schedule made in hindsight: for each half hour the nodes that `warmroute plan` finds
                                   for it, requested in time. Nobody knows the load like this; it shows what is possible
+    hindsight                     the same schedule with a node more in each half hour that misses the objective, again
+                                  and again until it is missed less than 2 % of the time: what is possible if it is not
+                                  to be missed
 
 Each of the others has several settings, and the one that is best in hindsight counts. The last table has the fewest GPU
 hours with which another scaler reaches the objective's p90 over the day, interpolated between two settings of the same
 scaler, and the fewest of those runs that miss the objective less than 2 % of the time. `plan` is the number of nodes
-that `warmroute plan` finds for the busiest hour, `scaler` what the scaler has then.
+that `warmroute plan --margin` finds for the busiest hour, `scaler` what the scaler has then.
 
---runs DIR keeps the result of each run there, and takes those that are there already.
+--runs DIR keeps the result of each run there, and takes those that are there already. --kept shows only these.
 """
 
 from __future__ import annotations
@@ -31,11 +34,11 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from itertools import pairwise
-from math import cos, exp, log, pi
+from math import ceil, cos, exp, log, pi
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +50,7 @@ from record import Report, add_record_option
 from warmroute.config import Objective, Scaling, ScalingReplay
 from warmroute.fake_engine.profiles import profile
 from warmroute.replay import Setup, parse_policy, replay
+from warmroute.replay.load_margin import load_margin, with_load
 from warmroute.replay.peers.scalers import Hpa, Keda, Threshold
 from warmroute.replay.planning.simulated_planning import SimulatedPlanning
 from warmroute.replay.report.table import paid_gpu_hours
@@ -63,16 +67,19 @@ MISS_SPAN_S = 600.0
 PART_S = 1800.0
 """Of the schedule."""
 MISSED_SHARE = 0.1
+MISSED_TIME = 0.02
+MAX_SCHEDULES = 12
 OURS = "warmroute"
 LOADS = ("chat", "agentic", "conversation")
 SCALERS = (
     OURS, "warmroute:thresholds", "hpa:target=0.7", "hpa:target=0.9", "hpa:kv=1,target=0.4", "hpa:kv=1,target=0.7",
     "keda:target=1", "keda:target=3", "keda:running=1,target=4", "keda:running=1,target=8", "threshold:up=0.5",
-    "threshold:up=2", "cron",
+    "threshold:up=2", "cron", "hindsight",
 )  # fmt: skip
 
 
-def setup_of(load: str, data: Path | None, text: str, runs: Path | None = None) -> Setup:
+def setup_of(load: str, data: Path | None, text: str, runs: Path | None = None, schedule: Sequence[int] = ()) -> Setup:
+    """`schedule`: nodes in each part of the day, instead of what `warmroute plan` finds."""
     day = day_load(load, data)
     hardware = profile(day.profile)
     name, _, rest = text.partition(":")
@@ -89,8 +96,8 @@ def setup_of(load: str, data: Path | None, text: str, runs: Path | None = None) 
             decision_maker = partial(Keda, **numbers)
         elif name == "threshold":
             decision_maker = partial(Threshold, down=numbers["up"] / 4, **numbers)
-        elif name == "cron":
-            nodes_by_part = run((load, data, "parts of the day", runs))[2]["nodes"]
+        elif name in ("cron", "hindsight"):
+            nodes_by_part = list(schedule or run((load, data, "parts of the day", runs))[2]["nodes"])
             decision_maker = partial(Cron, nodes=nodes_by_part, part_s=PART_S, ahead_s=1.2 * START_S)
             nodes = nodes_by_part[0]
         offer = Offer(
@@ -131,14 +138,16 @@ def setup_of(load: str, data: Path | None, text: str, runs: Path | None = None) 
 
 def run(job: tuple[str, Path | None, str, Path | None]) -> tuple[str, str, dict[str, Any]]:
     load, data, text, runs = job
-    file = runs / f"{load} {text}.json".replace(":", " ") if runs is not None else None
+    file = kept_file(job)
     if file is not None and file.exists():
         return load, text, json.loads(file.read_text())
     start_s = time.process_time()
     if text == "plan":
-        one: dict[str, Any] = {"nodes": planned(load, data, 1.6)}
+        one: dict[str, Any] = {"nodes": planned(load, data, 1.0 + DEPTH, margin=True)}
     elif text == "parts of the day":
         one = {"nodes": planned_parts(load, data)}
+    elif text == "hindsight":
+        one = in_hindsight(load, data, runs)
     else:
         one = replay(setup_of(load, data, text, runs), partial(progress, load, text))
     one["cpu_s"] = round(time.process_time() - start_s, 1)
@@ -147,13 +156,19 @@ def run(job: tuple[str, Path | None, str, Path | None]) -> tuple[str, str, dict[
     return load, text, one
 
 
+def kept_file(job: tuple[str, Path | None, str, Path | None]) -> Path | None:
+    load, _, text, runs = job
+    return runs / f"{load} {text}.json".replace(":", " ") if runs is not None else None
+
+
 def progress(load: str, text: str, ended: int) -> None:
     if ended % 1000 == 0:
         print(f"{load} {text}: {ended} requests", file=sys.stderr, flush=True)
 
 
-def planned(load: str, data: Path | None, share: float) -> int:
-    """Size a fleet for a part of the day with `warmroute plan`'s search. `share`: of the day's mean rate."""
+def planned(load: str, data: Path | None, share: float, *, margin: bool = False) -> int:
+    """Size a fleet for a part of the day with `warmroute plan`'s search. `share`: of the day's mean rate. `margin`:
+    with the autoscaler's (`warmroute plan --margin`)."""
     day = day_load(load, data)
     limits = Limits.of(Objective(ttft_p90_ms=day.objective_ms))
     setup = Setup(
@@ -164,6 +179,8 @@ def planned(load: str, data: Path | None, share: float) -> int:
         duration_s=3600.0,
         warm_up=round(share * day.rate * 600),
     )
+    if margin:
+        setup = with_load(setup, load_margin(setup, ScalingReplay().margin).load)
     return nodes_needed(setup, parse_policy("price"), limits, MAX_NODES).nodes or MAX_NODES
 
 
@@ -174,15 +191,35 @@ def planned_parts(load: str, data: Path | None) -> list[int]:
     return [*morning, *reversed(morning)]
 
 
+def in_hindsight(load: str, data: Path | None, runs: Path | None) -> dict[str, Any]:
+    """Add nodes to the parts of the day that miss the objective until it is missed less than MISSED_TIME."""
+    schedule: list[int] = list(run((load, data, "parts of the day", runs))[2]["nodes"])
+    for turn in range(MAX_SCHEDULES):
+        one = replay(setup_of(load, data, "hindsight", runs, schedule), partial(progress, load, "hindsight"))
+        if missed(one) < MISSED_TIME:
+            break
+        print(f"{load} hindsight, schedule {turn}: missed {missed(one):.1%}", file=sys.stderr, flush=True)
+        late = {int(at_s / PART_S) for start_s, end_s in missed_spans(one) for at_s in (start_s, end_s - 1.0)}
+        schedule = [nodes + (part in late) for part, nodes in enumerate(schedule)]
+    return one
+
+
+def missed_spans(one: dict[str, Any]) -> list[tuple[float, float]]:
+    """Return start and end of the spans of at least MISS_SPAN_S that miss the objective, in seconds."""
+    over = one["ceiling"]
+    at_once = max(1, round(MISS_SPAN_S / over["span_s"]))
+    return [
+        (at * over["span_s"], (at + at_once) * over["span_s"])
+        for at in range(0, len(over["over"]), at_once)
+        if sum(over["over"][at : at + at_once]) > MISSED_SHARE * sum(over["first_tokens"][at : at + at_once])
+    ]
+
+
 def missed(one: dict[str, Any]) -> float:
     """Return the fraction of spans of at least MISS_SPAN_S that miss the objective."""
     over = one["ceiling"]
-    at_once = max(1, round(MISS_SPAN_S / over["span_s"]))
-    spans: list[tuple[int, int]] = [
-        (sum(over["first_tokens"][at : at + at_once]), sum(over["over"][at : at + at_once]))
-        for at in range(0, len(over["over"]), at_once)
-    ]
-    return sum(late > MISSED_SHARE * count for count, late in spans if count) / len(spans)
+    spans: int = ceil(len(over["over"]) / max(1, round(MISS_SPAN_S / over["span_s"])))
+    return len(missed_spans(one)) / spans
 
 
 def hours_at(points: list[tuple[float, float]], p90_ms: float) -> float | None:
@@ -220,7 +257,8 @@ def show(done: list[tuple[str, str, dict[str, Any]]], data: Path | None, report:
             )  # fmt: skip
     report.table(
         "objective", "load", "objective, ms", "GPU hours", "TTFT p90, ms", "missed", "fewest hours of another scaler",
-        "ours / other", "fewest hours that miss under 2 %", "ours / other", "plan, nodes at noon", "scaler",
+        "ours / other", "fewest hours that miss under 2 %", "ours / other", "hindsight", "ours / hindsight",
+        "plan, nodes at noon", "scaler",
     )  # fmt: skip
     for load, runs in by_load.items():
         if OURS in runs:
@@ -233,11 +271,11 @@ def _comparison(runs: dict[str, dict[str, Any]], objective_ms: float) -> list[st
     points: dict[str, list[tuple[float, float]]] = {}
     steady: dict[str, float] = {}
     for text, one in runs.items():
-        if text.startswith(OURS) or text in ("plan", "cron"):
+        if text.startswith(OURS) or text in ("plan", "cron", "hindsight"):
             continue
         scaler = text.partition("=1,")[0] if "=1," in text else text.partition(":")[0]
         points.setdefault(scaler, []).append((paid_gpu_hours(one) or 0.0, one["ttft_ms"]["p90"]))
-        if missed(one) < 0.02:
+        if missed(one) < MISSED_TIME:
             steady[text] = paid_gpu_hours(one) or 0.0
     reached: dict[str, float] = {}
     for name, at in points.items():
@@ -248,6 +286,8 @@ def _comparison(runs: dict[str, dict[str, Any]], objective_ms: float) -> list[st
     for found in (reached, steady):
         best = min(found, key=found.__getitem__, default="")
         cells += [f"{found[best]:.1f} ({best})", f"{hours / found[best]:.2f}"] if best else ["none", "–"]
+    possible = paid_gpu_hours(runs["hindsight"]) if "hindsight" in runs else None
+    cells += [f"{possible:.1f}", f"{hours / possible:.2f}"] if possible else ["–", "–"]
     serving = ours["scaling"]["timeline"]["serving"]
     middle = serving[len(serving) * 7 // 16 : len(serving) * 9 // 16]
     noon = sorted(middle)[len(middle) // 2]
@@ -260,6 +300,7 @@ def main() -> None:
     add_data_option(parser, AGENT_TRACE)
     parser.add_argument("--scaler", action="append", help="repeatable; plan for `warmroute plan`")
     parser.add_argument("--runs", type=Path, metavar="DIR", help="keep the results of runs there")
+    parser.add_argument("--kept", action="store_true", help="show what --runs DIR has, and run nothing")
     parser.add_argument("--jobs", type=int, default=2)
     add_record_option(parser)
     args = parser.parse_args()
@@ -269,6 +310,8 @@ def main() -> None:
     for load in args.load or LOADS:
         fixed = [f"fixed:{nodes}" for nodes in day_load(load, args.data).fixed]
         jobs += [(load, args.data, text, args.runs) for text in args.scaler or [*SCALERS, *fixed, "plan"]]
+    if args.kept:
+        jobs = [job for job in jobs if (file := kept_file(job)) is not None and file.exists()]
     done = []
     with ProcessPoolExecutor(args.jobs) as pool:
         for load, text, one in pool.map(run, jobs):

@@ -27,7 +27,7 @@ NUMBERS = {
     ),
     "plan": (
         "usd", "max-nodes", "rate", "scale-rate", "limit", "warm-up", "seed", "ttft-p50", "ttft-p90", "ttft-p99",
-        "inter-token-p90",
+        "inter-token-p90", "margin",
     ),
     "load": (
         "rate", "scale-rate", "burst", "concurrency", "limit", "duration", "speed", "timeout", "seed",
@@ -48,7 +48,7 @@ NUMBERS = {
 WITH_WORKLOAD = ("replay", "plan", "load")
 MAY_BE_ZERO = (
     "cpu-blocks", "warm-up", "seed", "poll-lag", "poll-loss", "kv-lag", "kv-loss", "min-nodes", "start", "usd", "quota",
-    "port", "events-port", "replay-port", "admin-port", "sync-lag", "sync-loss", "listen",
+    "port", "events-port", "replay-port", "admin-port", "sync-lag", "sync-loss", "listen", "margin",
 )  # fmt: skip
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import random
+import string
 import threading
 from array import array
 from typing import Any
@@ -111,6 +113,34 @@ async def test_a_short_prompt_is_read_on_the_event_loop() -> None:
         gate = TokenizerGate(r)
         assert (await r.request(post(chat(LONG)))).status == 200
         assert (gate.on_loop, gate.entered, r.service.counters.prompts_in_threads) == (1, 0, 0)
+
+
+@pytest.mark.parametrize(("estimate_ms", "where"), [(0.9, (1, 0)), (1.1, (0, 1))])
+async def test_a_long_new_text_is_read_where_its_estimate_says(estimate_ms: float, where: tuple[int, int]) -> None:
+    async with engines() as nodes, small_model_router(*nodes) as r:
+        gate = TokenizerGate(r)
+        gate.open.set()
+        tokenizer = prompt_tokenizer_of(r).tokenizer
+        assert tokenizer is not None
+        tokenizer.estimate_encode_ms = lambda _body, _spans: estimate_ms  # type: ignore[method-assign, assignment]
+        assert (await r.request(post(chat(unseen_text(1, 30_000))))).status == 200
+        assert (gate.on_loop, gate.entered) == where
+
+
+@pytest.mark.parametrize("last", ["user", "tool"])
+async def test_random_letters_are_read_in_a_thread_whatever_was_read_before(last: str) -> None:
+    """Some 12 KB of them take more than a millisecond; so much ordinary text does not."""
+    letters = "".join(random.Random(last).choices(string.ascii_letters, k=12_000))
+    async with engines() as nodes, small_model_router(*nodes) as r:
+        gate = TokenizerGate(r)
+        gate.open.set()
+        messages = [{"role": "user", "content": LONG}, {"role": "assistant", "content": "yes"}]
+        for _ in range(20):
+            assert (await r.request(post(chat(LONG)))).status == 200
+        entered = gate.entered
+        body = {"model": "m", "messages": [*messages, {"role": last, "content": letters, "tool_call_id": "c"}]}
+        assert (await r.request(post(json.dumps(body).encode()))).status == 200
+        assert gate.entered == entered + 1
 
 
 async def test_other_requests_are_served_while_a_long_prompt_is_read() -> None:

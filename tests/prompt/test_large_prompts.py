@@ -35,7 +35,7 @@ def test_many_short_messages_are_not_tokenized_on_the_event_loop(prompt_tokenize
     """To encode a message costs something, however short it is."""
     body = chat(*short_messages(5001))
     outline = outline_body(body)
-    assert prompt_tokenizer.tokenize_plain(CHAT, body, outline, 1 << 14) is None
+    assert prompt_tokenizer.tokenize_plain(CHAT, body, outline, LOOP_MS) is None
     job = prompt_tokenizer.begin(CHAT, body, outline)
     assert job is not None and job.cost_ms > LOOP_MS
     prompt = job.run()

@@ -5,10 +5,16 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from warmroute.cli.main import main
 from warmroute.cli.plan import parse_duration_ms
+from warmroute.fake_engine.profiles import profile
+from warmroute.replay import Setup, parse_policy
+from warmroute.replay.load_margin import LoadMargin, load_margin, with_load
+from warmroute.replay.simulation.conditions import NodeSpec
+from warmroute.replay.workloads.catalog import Trace, parse_workload
 
 WORKLOAD = ["shared_system_prompts", "system_tokens=3000", "question_tokens=1500", "output_tokens=60", "prompts=20"]
 LOAD = ["--rate", "8", "--limit", "250", "--profile", "l4-1.5b"]
@@ -48,6 +54,45 @@ def test_a_plan_with_roles_names_prefill_and_decode_nodes(tmp_path: Path, capsys
     assert main([*command, "--role", f"prefill={prefill}", "--role", f"decode={nodes - prefill}"]) == 0
     (run,) = json.loads(played.read_text())["runs"]
     assert run["ttft_ms"]["p99"] <= 15_000.0 and run["inter_token_ms"]["p90"] <= 7.0
+
+
+def test_a_plan_with_a_margin_holds_more_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As the autoscaler's: by the margin, and by what chance does to the requests of ten minutes."""
+    nodes: list[int] = []
+    command = ["plan", *WORKLOAD, *LOAD, "--ttft-p90", "600ms", "--policy", "price", "--quiet", "--json"]
+    for words in ([], ["--margin", "0.05"], ["--margin", "0.5"]):
+        assert main([*command, str(tmp_path / "plan.json"), *words]) == 0
+        (one,) = json.loads((tmp_path / "plan.json").read_text())["plan"]
+        nodes.append(one["nodes"])
+        printed = capsys.readouterr().out
+        assert ("of the load: margin" in printed) == bool(words)
+        chance = float(printed.partition("chance ")[2].partition("%")[0]) / 100.0 if words else 0.0
+        assert (chance > 0.0) == bool(words)
+        load = 1.0 + chance + (float(words[1]) if words else 0.0)
+        assert all(run["rate"] == pytest.approx(8.0 * load, rel=0.01) for run in one["runs"])
+    assert nodes[0] <= nodes[1] < nodes[2]
+
+
+def test_the_chance_of_a_workload_is_that_of_its_conversations() -> None:
+    def margin(*words: str, rate: float, duration_s: float) -> LoadMargin:
+        workload, nodes = parse_workload(words), (NodeSpec("node", profile("l4-1.5b")),)
+        setup = Setup(workload=workload, nodes=nodes, policy=parse_policy("price"), rate=rate, duration_s=duration_s)
+        return load_margin(setup, 0.05)
+
+    alone = margin("multi_turn_chat", "turns=1", rate=1.0, duration_s=3600.0)
+    assert alone.chance == pytest.approx(600**-0.5, rel=0.15)
+    shorter = margin("multi_turn_chat", "turns=1", rate=1.0, duration_s=1200.0)
+    assert shorter.chance == pytest.approx(alone.chance, rel=0.15)
+    chats = margin("multi_turn_chat", "turns=4", "think_s=20", rate=0.25, duration_s=3600.0)
+    assert chats.chance == pytest.approx(2.0 * alone.chance, rel=0.25)
+
+
+def test_more_load_is_a_higher_rate_or_a_faster_trace() -> None:
+    setup = Setup(workload=Trace(Path("trace.jsonl"), 2.0), nodes=(), policy=parse_policy("price"))
+    faster = with_load(setup, 1.5).workload
+    assert isinstance(faster, Trace) and faster.speed == 3.0
+    assert with_load(msgspec.structs.replace(setup, rate=4.0), 1.5).rate == 6.0
+    assert with_load(msgspec.structs.replace(setup, workload=parse_workload(["rag", "rate=2"])), 1.5).rate == 3.0
 
 
 def test_a_limit_that_no_fleet_can_meet_is_reported(capsys: pytest.CaptureFixture[str]) -> None:

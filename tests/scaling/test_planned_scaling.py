@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 from fleet_views import offer, view
 
-from warmroute.config import Scaling
+from warmroute.config import IslandLimits, Scaling
 from warmroute.scaling.fleet_observer import FleetView
 from warmroute.scaling.fleet_plan import FleetPlan, ReplayedFleet
 from warmroute.scaling.offer_selection import OfferSelector
@@ -51,6 +52,13 @@ def test_the_plan_decides_how_many_nodes_of_which_offer_are_added() -> None:
     assert decision.reasons[0] == "6 nodes: TTFT p90 1.5 s (objective 2 s); 5 nodes: TTFT p90 2.8 s"
 
 
+def test_the_decision_says_which_load_it_assumed() -> None:
+    wanted = plan(add=1, offer=CHEAP.key, growth=1.2, margin=0.1, chance=0.05, fleets=fleets(2.8, 1.5, smallest=4))
+    assert Decisions().decide(steady(), wanted).reasons[1] == (
+        "replayed with 138% of the recorded load: 120% expected when a new node serves, margin 10%, chance 5%"
+    )
+
+
 def test_an_offer_that_is_not_available_any_more_is_replaced() -> None:
     decisions = Decisions()
     decisions.scaler._offers.back_off(DEAR.key, "no capacity", 90.0)
@@ -72,14 +80,35 @@ def test_utilisation_and_kv_memory_buy_no_node_that_the_plan_does_not_want() -> 
     assert Decisions().decide(seen, calm).desired_nodes == 4
 
 
-def test_a_node_is_removed_after_it_was_spare_for_a_while() -> None:
+def test_what_a_plan_spares_is_removed_at_once_but_not_within_a_cooldown() -> None:
     decisions = Decisions()
-    removed_s = []
-    for now_s in range(0, 200, 5):
-        if decisions.decide(steady(float(now_s)), plan(spare=1, fleets=fleets(1.2))).removals:
+    removed_s: list[int] = []
+    for now_s in range(100, 300, 5):
+        seen = steady(float(now_s), 6 - len(removed_s))
+        if decisions.decide(seen, plan(6 - len(removed_s), spare=1, fleets=fleets(1.2))).removals:
             removed_s.append(now_s)
-            break
-    assert removed_s and 50 <= removed_s[0] <= 70
+    assert removed_s == [100, 160, 220, 280]
+
+
+def test_nodes_that_no_plan_has_seen_are_not_removed_at_once() -> None:
+    decisions = Decisions()
+    removed_s = [
+        now_s
+        for now_s in range(100, 200, 5)
+        if decisions.decide(steady(float(now_s), count=6), plan(nodes=4, spare=1)).removals
+    ]
+    assert removed_s[:1] == [155]
+
+
+def test_a_node_that_is_exchanged_for_one_of_another_island_is_not_removed_at_once() -> None:
+    decisions = Decisions(islands=(IslandLimits(island="far", min_nodes=1),))
+    decisions.config = msgspec.structs.replace(decisions.config, max_nodes=4)
+    decisions.scaler._offers.update_offers([CHEAP, offer("far", island="far")])
+    decisions.scaler.limit(decisions.config, decisions.scaler._offers, "")
+    removed_s = [
+        now_s for now_s in range(100, 200, 5) if decisions.decide(steady(float(now_s)), plan(nodes=4)).removals
+    ]
+    assert removed_s[:1] == [155]
 
 
 def test_a_plan_that_was_carried_out_is_not_carried_out_again() -> None:

@@ -14,7 +14,7 @@ import pytest
 from recorded_loads import plan_request
 
 from warmroute.capture.trace_row import TraceRow
-from warmroute.replay.planning.process import Throttle, read_recorded, search
+from warmroute.replay.planning.process import USED_SHARE, Throttle, read_recorded, search
 from warmroute.scaling import recent_traffic
 from warmroute.scaling.fleet_plan import FleetPlan
 from warmroute.scaling.planning_process import PlanningProcess, PlanningTask
@@ -146,7 +146,14 @@ def test_the_process_sleeps_until_it_has_taken_its_share(monkeypatch: pytest.Mon
     throttle = Throttle(0.1, os.getppid())
     clock.update(wall=11.0, cpu=0.5)
     throttle.pause()
-    assert slept == [pytest.approx(4.0)]
+    assert slept == [pytest.approx(0.5 / (USED_SHARE * 0.1) - 1.0)]
+
+
+def test_a_process_that_may_take_a_whole_core_ends_with_its_router_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("warmroute.replay.planning.process.CHECK_S", 0.0)
+    Throttle(1.0, os.getppid()).pause()
+    with pytest.raises(SystemExit, match="the router has ended"):
+        Throttle(1.0, parent=-1).pause()
 
 
 def test_a_process_without_its_router_ends() -> None:
@@ -188,7 +195,7 @@ def test_turns_of_one_conversation_have_one_number() -> None:
     ]
     recorded = RecentTraffic(60.0)
     recorded.write(b"\n".join(map(msgspec.json.encode, rows)))
-    first, other, second = (conversation for conversation, _ in recorded.snapshot()[0])
+    first, other, second = (one.conversation for one in recorded.snapshot()[0])
     assert first == second != other
 
 
@@ -202,13 +209,42 @@ def test_recent_traffic_forgets_what_is_older_than_its_window() -> None:
     assert not recorded.snapshot()[0]
 
 
+@pytest.mark.timeout(30)
+async def test_a_request_that_took_long_does_not_extend_the_recorded_time() -> None:
+    """It is recorded when it has ended: behind requests that arrived long after it."""
+    now_s = 0.0
+    recorded = RecentTraffic(60.0, lambda: now_s)
+    now_s = 100.0
+    recorded.write(lines(600))
+    recorded.write(msgspec.json.encode(TraceRow(5000.0, 512, 4, [], BLOCK_TOKENS, duration_ms=95_000.0)))
+    assert min(one.at_ms for one in recorded.snapshot()[0]) == 5000.0
+    program = (
+        "import json, msgspec, sys; data = sys.stdin.buffer.read(); "
+        "rows = data[8 + int.from_bytes(data[:8], 'big') :].splitlines(); "
+        "first = min(json.loads(row.partition(b' ')[2])['timestamp'] for row in rows); "
+        "sys.stdout.buffer.write(msgspec.msgpack.encode({'recorded': len(rows), 'measured_s': first / 1000}))"
+    )
+    process, result = PlanningProcess(recorded, 0.1, (sys.executable, "-c", program)), Result()
+    process.start(plan_request(1), result)
+    await result.ended.wait()
+    assert result.plan is not None, result.reason
+    assert result.plan.recorded == len(recorded) - 1
+    assert result.plan.measured_s >= 40.0
+
+
 def test_the_memory_of_recent_traffic_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recent_traffic, "MAX_BYTES", 100_000)
     recorded = traffic(2000)
     kept, share, _ = recorded.snapshot()
-    assert sum(len(text) + recent_traffic.LINE_BYTES for _, text in kept) <= 100_000
+    assert sum(len(one.text) + recent_traffic.LINE_BYTES for one in kept) <= 100_000
     assert share < 1.0
     assert len(kept) == pytest.approx(2000 * share, rel=0.25)
+
+
+def test_the_process_gets_the_lines_of_its_share_of_the_conversations() -> None:
+    kept, _, _ = traffic(2000).snapshot()
+    assert len(list(framed(kept))) == len(kept) == 2000
+    assert len(list(framed(kept, 0.25))) == pytest.approx(500, rel=0.25)
 
 
 def test_more_conversations_are_kept_again_after_a_busy_hour(monkeypatch: pytest.MonkeyPatch) -> None:

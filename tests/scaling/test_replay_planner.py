@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 from recorded_loads import plan_request
 
@@ -34,14 +35,23 @@ class Runner:
 
 
 class Planning:
-    def __init__(self) -> None:
+    def __init__(self, config: Scaling = CONFIG) -> None:
         self.runner, self.meter = Runner(), DemandMeter()
-        self.planner = ReplayPlanner(CONFIG, self.meter, self.runner)
+        self.planner = ReplayPlanner(config, self.meter, self.runner)
         self.now_s = 0.0
 
     def turn(self, nodes: int = 4) -> None:
         self.now_s += INTERVAL_S
         self.planner.turn(self.now_s, nodes, lambda: plan_request(nodes))
+
+    def wait(self, seconds: float, per_s: float) -> int:
+        """Let time pass with so many arrivals. Return how many searches have started."""
+        before = len(self.runner.requests)
+        for _ in range(round(seconds / 5.0)):
+            self.now_s += 5.0
+            self.meter.arrived += round(5.0 * per_s)
+            self.planner.turn(self.now_s, 4, lambda: plan_request(4))
+        return len(self.runner.requests) - before
 
     def search(self, predicted_ms: float = 0.0, observed_ms: float = 0.0, **plan: Any) -> None:
         """Let an interval pass in which requests took `observed_ms`, and a search end that predicted `predicted_ms`."""
@@ -73,6 +83,44 @@ def test_searches_do_not_overlap_and_keep_their_interval(planning: Planning) -> 
     planning.runner.done(FleetPlan(nodes=4), "")
     planning.planner.turn(planning.now_s + 2.0, 4, lambda: plan_request(4))
     assert len(planning.runner.requests) == 2
+
+
+def test_more_arrivals_than_the_plan_expected_start_a_search_early() -> None:
+    replay = ScalingReplay(interval_s=1000.0, window_s=3000.0)
+    for per_s, searches in ((2.2, 0), (2.8, 1)):
+        planning = Planning(Scaling(enabled=True, replay=replay))
+        assert planning.wait(5.0, 2.0) == 1
+        planning.runner.done(FleetPlan(nodes=4, arrivals_per_s=2.0, growth=1.05, margin=0.1, chance=0.1), "")
+        assert planning.wait(900.0, per_s) == searches
+
+
+def test_requests_that_were_not_recorded_start_no_search() -> None:
+    """The meter counts more arrivals than the recorded traffic has: rejected ones, and those that still run."""
+    planning = Planning(Scaling(enabled=True, replay=ScalingReplay(interval_s=1000.0, window_s=3000.0)))
+    planning.wait(1000.0, 2.6)
+    planning.runner.done(FleetPlan(nodes=4), "")
+    assert planning.wait(5.0, 2.6) == 1
+    planning.runner.done(FleetPlan(nodes=4, arrivals_per_s=2.0, margin=0.05, measured_s=900.0), "")
+    assert planning.wait(900.0, 2.6) == 0
+
+
+def test_chance_starts_no_search() -> None:
+    planning = Planning(Scaling(enabled=True, replay=ScalingReplay(interval_s=1000.0, window_s=3000.0)))
+    assert planning.wait(5.0, 2.0) == 1
+    planning.runner.done(FleetPlan(nodes=4, arrivals_per_s=2.0, margin=0.05, chance=0.2), "")
+    assert planning.wait(900.0, 2.4) == 0
+
+
+def test_searches_that_start_early_keep_a_distance() -> None:
+    planning = Planning(Scaling(enabled=True, replay=ScalingReplay(interval_s=1000.0, window_s=3000.0)))
+    planning.wait(400.0, 9.0)
+    for _ in range(3):
+        planning.runner.done(FleetPlan(nodes=4, arrivals_per_s=2.0), "")
+        assert planning.wait(5.0, 9.0) == 1
+        planning.runner.done(FleetPlan(nodes=4, arrivals_per_s=2.0), "")
+        assert planning.wait(190.0, 9.0) == 0
+        assert planning.wait(10.0, 9.0) == 1
+        planning.wait(400.0, 9.0)
 
 
 def test_a_plan_counts_until_it_is_old(planning: Planning) -> None:
@@ -144,6 +192,35 @@ def test_wrong_predictions_end_scaling_by_replay_until_they_are_right_again(
     assert "scaling_replay_accurate" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("objective", "predicted", "name"),
+    [
+        (Objective(ttft_p90_ms=0.0, inter_token_p90_ms=50.0), {"inter_token_p90_ms": 20.0}, "inter-token p90"),
+        (Objective(ttft_p90_ms=2000.0, inter_token_p90_ms=50.0), {"inter_token_p90_ms": 20.0}, "inter-token p90"),
+        (Objective(ttft_p90_ms=0.0, ttft_p99_ms=3000.0), {"ttft_p99_ms": 900.0}, "TTFT p99"),
+    ],
+)
+def test_whatever_the_objective_limits_is_compared(objective: Objective, predicted: dict[str, Any], name: str) -> None:
+    planning = Planning(msgspec.structs.replace(CONFIG, objective=objective))
+    for _ in range(4):
+        for at in range(100):
+            planning.meter.record_ttft(500.0 if at < 95 else 9000.0)
+            planning.meter.record_inter_token(80.0)
+        planning.turn()
+        fleet = ReplayedFleet(nodes=4, usd_per_hour=8.0, ttft_p90_ms=500.0, **predicted)
+        planning.runner.done(FleetPlan(nodes=4, measured_s=INTERVAL_S, recorded=1000, predicted=fleet), "")
+    assert planning.plan is None
+    assert planning.planner.problem.startswith(f"replay predicts {name} ")
+    assert planning.planner.stats.observed_ms == pytest.approx(500.0, rel=0.15), "the metric has the TTFT p90"
+
+
+def test_a_wrong_ttft_does_not_matter_if_the_objective_does_not_limit_it() -> None:
+    planning = Planning(msgspec.structs.replace(CONFIG, objective=Objective(ttft_p90_ms=0.0, inter_token_p90_ms=50.0)))
+    for _ in range(5):
+        planning.search(predicted_ms=500.0, observed_ms=9000.0)
+    assert planning.plan is not None
+
+
 def test_a_wrong_prediction_far_below_the_objective_does_not_matter(planning: Planning) -> None:
     for _ in range(6):
         planning.search(predicted_ms=100.0, observed_ms=400.0)
@@ -174,6 +251,18 @@ def test_the_share_of_the_traffic_that_other_routers_get_is_known(planning: Plan
     assert planning.runner.requests[-1].share == pytest.approx(0.25)
 
 
+def test_the_share_of_the_traffic_is_that_of_the_recorded_time(planning: Planning) -> None:
+    """Not that of the last minute, in which by chance only this router had requests."""
+    planning.meter.peers = DemandMeter()
+    for _ in range(4):
+        planning.meter.arrived += 100
+        planning.meter.peers.arrived += 300
+        planning.search()
+    planning.meter.arrived += 20
+    planning.search()
+    assert planning.runner.requests[-1].share == pytest.approx(320 / 1220)
+
+
 def test_replays_are_remembered_for_a_quarter_of_an_hour(planning: Planning) -> None:
     fleet = ReplayedFleet(nodes=4, usd_per_hour=8.0, arrivals_per_s=3.0, excess=0.3)
     for _ in range(9):
@@ -184,13 +273,32 @@ def test_replays_are_remembered_for_a_quarter_of_an_hour(planning: Planning) -> 
     assert not planning.runner.requests[-1].known, "a result that was only reused does not stay"
 
 
+def spared(planning: Planning, **plan: Any) -> int:
+    planning.search(nodes=4, **plan)
+    assert planning.plan is not None
+    return planning.plan.spare
+
+
 def test_a_node_is_spare_if_no_plan_of_the_last_minutes_wanted_it(planning: Planning) -> None:
-    planning.search(nodes=4)
-    planning.search(nodes=4, spare=1)
-    assert planning.plan is not None and planning.plan.spare == 0
-    for _ in range(7):
-        planning.search(nodes=4, spare=1)
-    assert planning.plan is not None and planning.plan.spare == 1
+    """The arrivals of a third of the window count as those of now: for as long a node has to be spare."""
+    assert spared(planning) == 0
+    assert [spared(planning, spare=1) for _ in range(5)] == [0, 0, 0, 1, 1]
+
+
+def test_the_first_plans_make_no_node_spare(planning: Planning) -> None:
+    assert [spared(planning, spare=1) for _ in range(4)] == [0, 0, 0, 1]
+
+
+def test_searches_that_take_long_make_nodes_spare_too(planning: Planning) -> None:
+    assert spared(planning, spare=1) == 0
+    planning.now_s += 5 * INTERVAL_S
+    assert spared(planning, spare=1) == 1
+
+
+def test_a_search_without_a_result_makes_no_node_spare(planning: Planning) -> None:
+    planning.search(skipped="replay has too little traffic: 12 of 100 requests")
+    planning.now_s += 3 * INTERVAL_S
+    assert spared(planning, spare=1) == 0
 
 
 def test_an_objective_that_no_fleet_meets_is_remembered_for_a_while(planning: Planning) -> None:

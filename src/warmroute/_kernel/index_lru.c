@@ -16,12 +16,24 @@ static always_inline size_t next_keys(const BlockIndex *ix, const uint8_t *hashe
     return few;
 }
 
+/* As release_block(), for an LRU holder, which has no aliases. Quicker for a block that nobody else has. */
+static always_inline int release_on_gpu(BlockIndex *ix, uint64_t key, uint32_t number) {
+    position where;
+    slot *known = find(&ix->blocks, key, SLOT, &where);
+    if (!known)
+        return 0;
+    if ((known->value & ~MATCHED) != MEMBER(number, ON_GPU))
+        return release_slot(ix, known, where, number, ON_GPU);
+    erase(ix, &ix->blocks, where, SLOT);
+    return 1;
+}
+
 uint64_t release_hashes(BlockIndex *ix, uint32_t number, const uint8_t *hashes, size_t n) {
     uint64_t keys[AHEAD], held = 0;
     for (size_t start = 0, few; start < n; start += few) {
         few = next_keys(ix, hashes + 8 * start, n - start, keys);
         for (size_t i = 0; i < few; i++)
-            held += (uint64_t)release_block(ix, keys[i], number, ON_GPU);
+            held += (uint64_t)release_on_gpu(ix, keys[i], number);
     }
     return held;
 }
@@ -42,8 +54,8 @@ static size_t hold_hashes(BlockIndex *ix, uint32_t number, const uint8_t *hashes
         few = next_keys(ix, hashes + 8 * start, n - start, keys);
         for (size_t i = 0; i < few; i++) {
             position where;
-            const slot *known = find(&ix->blocks, keys[i], SLOT, &where);
-            int is_held = known ? tiers_of(ix, known->value, number) || hold_block(ix, keys[i], number, TIER_GPU)
+            slot *known = find(&ix->blocks, keys[i], SLOT, &where);
+            int is_held = known ? hold_slot(ix, known, number, ON_GPU)
                                 : insert(ix, &ix->blocks, where, &(slot){keys[i], MEMBER(number, ON_GPU)}, SLOT);
             if (!is_held)
                 return start + i;

@@ -31,16 +31,11 @@ static int remove_alias(BlockIndex *ix, uint64_t block, uint32_t number, uint32_
     return 1;
 }
 
-int hold_block(BlockIndex *ix, uint64_t block, uint32_t number, uint32_t tier) {
-    position where;
-    uint32_t bit = 1u << tier;
-    slot *known = find(&ix->blocks, block, SLOT, &where);
-    if (!known)
-        return insert(ix, &ix->blocks, where, &(slot){block, MEMBER(number, bit)}, SLOT);
+int hold_slot(BlockIndex *ix, slot *known, uint32_t number, uint32_t bit) {
     uint32_t holders = known->value, to = repeat_change(ix, holders & ~MATCHED, number, bit, 1);
     if (to == NONE) {
         if (tiers_of(ix, holders, number) & bit)
-            return add_alias(ix, block, number, tier);
+            return -1;
         to = change_holders(ix, holders & ~MATCHED, number, bit, 1);
         if (to == NONE)
             return 0;
@@ -54,15 +49,17 @@ int hold_block(BlockIndex *ix, uint64_t block, uint32_t number, uint32_t tier) {
     return 1;
 }
 
-int release_block(BlockIndex *ix, uint64_t block, uint32_t number, uint32_t tiers) {
-    if (ix->aliases.count)
-        for (uint32_t tier = 0; tier < TIERS; tier++)
-            if (tiers & 1u << tier && remove_alias(ix, block, number, tier))
-                tiers &= ~(1u << tier);
+int hold_block(BlockIndex *ix, uint64_t block, uint32_t number, uint32_t tier) {
     position where;
-    slot *known = tiers ? find(&ix->blocks, block, SLOT, &where) : NULL;
+    uint32_t bit = 1u << tier;
+    slot *known = find(&ix->blocks, block, SLOT, &where);
     if (!known)
-        return 0;
+        return insert(ix, &ix->blocks, where, &(slot){block, MEMBER(number, bit)}, SLOT);
+    int held = hold_slot(ix, known, number, bit);
+    return held < 0 ? add_alias(ix, block, number, tier) : held;
+}
+
+int release_slot(BlockIndex *ix, slot *known, position where, uint32_t number, uint32_t tiers) {
     uint32_t holders = known->value, to = 0;
     if ((holders & ~MATCHED) != MEMBER(number, tiers)) {
         to = repeat_change(ix, holders & ~MATCHED, number, tiers, 0);
@@ -78,6 +75,16 @@ int release_block(BlockIndex *ix, uint64_t block, uint32_t number, uint32_t tier
     else
         erase(ix, &ix->blocks, where, SLOT);
     return changed;
+}
+
+int release_block(BlockIndex *ix, uint64_t block, uint32_t number, uint32_t tiers) {
+    if (ix->aliases.count)
+        for (uint32_t tier = 0; tier < TIERS; tier++)
+            if (tiers & 1u << tier && remove_alias(ix, block, number, tier))
+                tiers &= ~(1u << tier);
+    position where;
+    slot *known = tiers ? find(&ix->blocks, block, SLOT, &where) : NULL;
+    return known ? release_slot(ix, known, where, number, tiers) : 0;
 }
 
 /* ---- Pairs: a count for each tier, and an age ---- */

@@ -132,6 +132,11 @@ static always_inline void *find(const table *t, uint64_t key, size_t size, posit
     return NULL;
 }
 
+/* The parts of hold_block() and release_block() that follow once the block is found. hold_slot() returns -1 where the holder has
+ * the block in this tier already. */
+int hold_slot(BlockIndex *ix, slot *known, uint32_t number, uint32_t bit);
+int release_slot(BlockIndex *ix, slot *known, position where, uint32_t number, uint32_t tiers);
+
 static always_inline slot *find_slot(const table *t, uint64_t key) {
     position where;
     return find(t, key, SLOT, &where);

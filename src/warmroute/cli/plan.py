@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 from warmroute.cli.arguments import number, output_file, whole
 from warmroute.cli.column_tables import TableColumn, fit_tables
 from warmroute.cli.terminal import console, progress_bar, write_json
-from warmroute.config import ConfigError, Objective
+from warmroute.config import ConfigError, Objective, ScalingReplay
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from warmroute.replay import Setup
+    from warmroute.replay.load_margin import LoadMargin
     from warmroute.replay.sizing import Limits, NodesNeeded
 
 EPILOG = """\
@@ -76,6 +77,13 @@ def add_to(commands: Any) -> None:
         help="replay a trace X times as fast (default: 1)",
     )
     parser.add_argument(
+        "--margin",
+        type=number(0.0, 10.0),
+        metavar="X",
+        help="find a fleet that holds this fraction more load, and what chance adds in ten minutes, as the autoscaler "
+        f"does with scaling.replay.margin ({ScalingReplay().margin:g}); default: the load as it is",
+    )
+    parser.add_argument(
         "--limit", type=whole(1), metavar="N", help="stop after N requests (default: the whole trace, or 2000)"
     )
     parser.add_argument(
@@ -101,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
     from warmroute.replay.workloads.trace import BadTrace
 
     try:
-        results, limits = plan(args)
+        results, limits, margin = plan(args)
     except (BadWorkload, BadTrace, BadPolicy) as error:
         raise ConfigError(str(error)) from None
     if args.json:
@@ -118,14 +126,15 @@ def run(args: argparse.Namespace) -> int:
     out = console()
     for table in result_tables(results, args, limits, out.width):
         out.print(table)
-    for line in summary_lines(results, args, limits):
+    for line in summary_lines(results, args, limits, margin):
         out.print(line, highlight=False)
     return 0 if all(one.nodes is not None for one in results) else 1
 
 
-def plan(args: argparse.Namespace) -> tuple[list[NodesNeeded], Limits]:
+def plan(args: argparse.Namespace) -> tuple[list[NodesNeeded], Limits, LoadMargin | None]:
     """Find the nodes that each policy needs. Raises ConfigError, BadWorkload, BadTrace or BadPolicy."""
     from warmroute.replay import parse_policy
+    from warmroute.replay.load_margin import load_margin, with_load
     from warmroute.replay.sizing import Limits, nodes_needed
 
     p50, p90, p99, inter_token = args.ttft_p50, args.ttft_p90, args.ttft_p99, args.inter_token_p90
@@ -137,6 +146,9 @@ def plan(args: argparse.Namespace) -> tuple[list[NodesNeeded], Limits]:
     if args.roles and all(one.name != "price" for one in policies):
         raise ConfigError("--roles: only the policy price uses prefill and decode nodes. Add --policy price")
     setup = _setup(args)
+    margin = load_margin(setup, args.margin) if args.margin is not None else None
+    if margin is not None:
+        setup = with_load(setup, margin.load)
     results: list[NodesNeeded] = []
     with progress_bar(args.quiet) as bar:
         for one in policies:
@@ -152,7 +164,7 @@ def plan(args: argparse.Namespace) -> tuple[list[NodesNeeded], Limits]:
                 with_roles.policy += WITH_ROLES
                 results.append(with_roles)
             bar.remove_task(task)
-    return results, limits
+    return results, limits, margin
 
 
 def _setup(args: argparse.Namespace) -> Setup:
@@ -211,7 +223,9 @@ def result_tables(results: list[NodesNeeded], args: argparse.Namespace, limits: 
     return fit_tables([policy], others, width, title)
 
 
-def summary_lines(results: list[NodesNeeded], args: argparse.Namespace, limits: Limits) -> list[str]:
+def summary_lines(
+    results: list[NodesNeeded], args: argparse.Namespace, limits: Limits, margin: LoadMargin | None
+) -> list[str]:
     from warmroute.fake_engine.profiles import profile
 
     gpus = profile(args.profile).gpus
@@ -223,8 +237,12 @@ def summary_lines(results: list[NodesNeeded], args: argparse.Namespace, limits: 
         if one.nodes is None:
             lines.append(f"With {one.policy} it would need more than {max(one.runs) * gpus}.")
         else:
-            times = "the same number" if one.nodes == first.nodes else f"{one.nodes / first.nodes:.3g} times as many"
+            times = "the same number" if one.nodes == first.nodes else f"{one.nodes / first.nodes:.2g} × as many"
             lines.append(f"With {one.policy} it would need {one.nodes * gpus}: {times}.")
+    if margin is not None:
+        lines.append(
+            f"Replayed with {margin.load:.0%} of the load: margin {margin.margin:.0%}, chance {margin.chance:.0%}."
+        )
     return lines
 
 

@@ -79,7 +79,10 @@ class ScalingReplay(Section, frozen=True):
     enabled: Annotated[
         bool, Meta(description="Replay recent traffic to decide how many nodes are needed. false: thresholds only.")
     ] = True
-    interval_s: Annotated[Seconds, Meta(description="Shortest time between two searches.")] = 300.0
+    interval_s: Annotated[
+        Seconds,
+        Meta(description="Time between two searches. If more requests arrive than expected, a fifth of it."),
+    ] = 300.0
     window_s: Annotated[Seconds, Meta(description="How much of the recent traffic is replayed.")] = 1800.0
     max_requests: Annotated[int, Meta(ge=100, le=100_000, description="Maximum number of requests in one replay.")] = (
         1500
@@ -89,10 +92,11 @@ class ScalingReplay(Section, frozen=True):
         Meta(
             ge=0,
             le=1,
-            description="The fleet has to meet the objective with this fraction more requests than expected; to remove "
-            "a node, the rest has to meet it with twice this fraction more.",
+            description="The fleet has to meet the objective with this fraction more requests than expected, besides "
+            "what chance does to few conversations; to remove a node, the rest has to meet it with at least twice this "
+            "fraction more.",
         ),
-    ] = 0.1
+    ] = 0.05
     cpu_share: Annotated[
         Ratio, Meta(description="Fraction of one core that the replaying process may take on average.")
     ] = 0.1

@@ -12,6 +12,7 @@ from typing import Final
 from warmroute._kernel import MAX_LOOP_BYTES, Outline
 from warmroute.config import Prompts
 from warmroute.event_log import EventLog, where_it_failed
+from warmroute.prompt.encoding_time import LOOP_MS
 from warmroute.prompt.prompt import Prompt
 from warmroute.prompt.prompt_tokenizer import PromptTokenizer, TokenizeJob, max_text_prompt_bytes
 from warmroute.prompt.request_body import has_prompt, text_prompt
@@ -20,10 +21,6 @@ from warmroute.telemetry.counters import Counters
 
 log = EventLog("warmroute.prompts")
 
-MAX_LOOP_NEW_BYTES: Final = 1 << 14
-"""Chats with more new text than this go to a thread, even if all their messages are plain."""
-LOOP_MS: Final = 1.0
-"""Prompts that take longer to tokenize go to a thread."""
 MAX_PENDING: Final = 64
 """Prompts that may wait for a thread. The router routes further ones by load."""
 
@@ -118,7 +115,7 @@ class PromptReader:
         if len(body) > MAX_LOOP_BYTES:
             work = partial(tokenizer.tokenize, path, body, outline)
             return self._read_in_thread(work, on_read, partial(self._count, model, tokenizer, path))
-        prompt = tokenizer.tokenize_plain(path, body, outline, MAX_LOOP_NEW_BYTES)
+        prompt = tokenizer.tokenize_plain(path, body, outline, LOOP_MS)
         if prompt is not None:
             return prompt
         job = tokenizer.begin(path, body, outline)

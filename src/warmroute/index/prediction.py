@@ -118,9 +118,11 @@ class Prediction:
         tokens and keeps the length."""
         if not self.exact or not self.comparable:
             return
-        matches = prompt_tokens == self.prompt_tokens
-        if self.is_current and not (matches and self.cache.complete):
-            self.cache.note_tokens(matches)
+        cache, matches = self.cache, prompt_tokens == self.prompt_tokens
+        if matches and (cache.complete or not cache.token_mismatches):
+            return
+        if self.is_current:
+            cache.note_tokens(matches)
 
     def check_cached_tokens(self, cached_tokens: int, now_s: float, prompt_tokens: int | None = None) -> None:
         """Compare the cached tokens that the engine reports with the prediction.

@@ -163,7 +163,8 @@ class Start:
     """With the cut token."""
     cut_token: bytes
     """Its id, as bytes; empty at the start of a text."""
-    transform: Transform
+    transform: Transform | None
+    """None where the content stays as it is."""
 
 
 @dataclass(slots=True, eq=False)
@@ -208,7 +209,7 @@ def token_layout(
         if after:
             transform = text_layout.transforms[after]
             start_number = _number("start", cut_token, rest, str(transform))
-            starts[start_number] = Start(cut_token + rest, cut_id, TRANSFORMS[transform])
+            starts[start_number] = Start(cut_token + rest, cut_id, TRANSFORMS[transform] if transform else None)
         else:
             tokens = tokenizer.encode(cut_token + rest)
             if not tokens.startswith(cut_id):

@@ -12,7 +12,7 @@ from warmroute._kernel import TOKEN_BYTES, Outline
 from warmroute.prompt.chat_layout import SYSTEM_ROLE, USER_ROLE
 from warmroute.prompt.chat_template import ChatTemplate, Message, TemplateRejected
 from warmroute.prompt.message_spans import MessageList
-from warmroute.prompt.plain_chats import PlainChats, PlainLayout, size_bytes
+from warmroute.prompt.plain_chats import PlainChats, PlainLayout
 from warmroute.prompt.prompt import Prompt, exact_prompt
 from warmroute.prompt.render_context import RenderContext
 from warmroute.prompt.tail_check import TailCheck, differs_at_last_cut
@@ -63,6 +63,7 @@ class ChatPlan:
     tail: list[Message]
     new_bytes: int
     """Size of the new messages in the body."""
+    new_messages: int
     plain: Outline | None = None
     """The request's outline if all messages are plain; then their tokens are put together (plain_chats.py)."""
     is_warm: bool = False
@@ -176,7 +177,8 @@ class ChatTokenizer:
         if outline is not None and context.plain_layout is not None:
             new = self.plain_chats.new_messages(context.plain_layout, outline)
             if new is not None:
-                return ChatPlan(context, messages, None, [], size_bytes(new), outline, len(new) < messages.count)
+                new_size = sum([size for _message, _start, _end, size in new])
+                return ChatPlan(context, messages, None, [], new_size, len(new), outline, len(new) < messages.count)
         return self._plan_tail(context, messages, outline)
 
     def _plan_tail(self, context: CachedContext, messages: MessageList, outline: Outline | None = None) -> ChatPlan:
@@ -186,7 +188,7 @@ class ChatTokenizer:
                 plan = self._find_prefix(context, messages)
             if plan is not None:
                 return plan
-        return ChatPlan(context, messages, None, [], messages.size_bytes(0, messages.count))
+        return ChatPlan(context, messages, None, [], messages.size_bytes(0, messages.count), messages.count)
 
     def _find_prefix(self, context: CachedContext, messages: MessageList) -> ChatPlan | None:
         key, tail, decoded_from = self._prefix_key(context), list[Message](), messages.count
@@ -197,7 +199,7 @@ class ChatTokenizer:
             tail, decoded_from = messages.messages(count, decoded_from) + tail, count
             if may_follow(prefix.ends_with_user, tail) and self._may_use(context, prefix, tail):
                 new_bytes = messages.size_bytes(count, messages.count)
-                return ChatPlan(context, messages, prefix, tail, new_bytes, is_warm=True)
+                return ChatPlan(context, messages, prefix, tail, new_bytes, messages.count - count, is_warm=True)
         return None
 
     def _add_plain_prefix(self, context: CachedContext, messages: MessageList, outline: Outline) -> bool:

@@ -8,11 +8,13 @@ templates return None here; chat_tokenizer.py renders them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 from typing import TYPE_CHECKING, Final
 
 from warmroute._kernel import TOKEN_BYTES, MessageTokens, Outline
 from warmroute.prompt.chat_layout import TokenLayout, token_layout
 from warmroute.prompt.chat_template import ChatTemplate
+from warmroute.prompt.encoding_time import LOOP_MS
 from warmroute.prompt.layout_check import LayoutCheck
 from warmroute.prompt.prompt import Prompt, exact_prompt
 from warmroute.prompt.render_context import RenderContext
@@ -24,13 +26,8 @@ if TYPE_CHECKING:
 
 MAX_BODY_BYTES: Final = 1 << 23
 """The tokens of a larger chat would take 10 ms to join, in which the interpreter lock is held."""
-_MESSAGE_BYTES: Final = 64
-"""The fixed cost of encoding a message, in bytes of text that take as long."""
-
-
-def size_bytes(messages: Sequence[MissingMessage]) -> int:
-    """Return the size of new messages, by the time that it takes to encode them."""
-    return sum([size for _message, _start, _end, size in messages]) + _MESSAGE_BYTES * len(messages)
+MESSAGE_MS: Final = 0.004
+"""To encode a message takes so long, however short it is."""
 
 
 class PlainLayout:
@@ -52,6 +49,7 @@ class PlainChats:
 
     def __init__(self, tokenizer: Tokenizer, budget_bytes: int) -> None:
         self._tokenizer = tokenizer
+        self._worst_ms_per_byte: float = tokenizer.worst_ms_per_byte
         self._checks: dict[str, LayoutCheck] = {}
         """By template source."""
         self.messages = MessageTokens(budget_bytes)
@@ -78,8 +76,11 @@ class PlainChats:
         found = self.messages.join(outline, plain.layout.kernel)
         return [] if isinstance(found, bytes) else found
 
-    def tokenize(self, plain: PlainLayout, outline: Outline, max_new_bytes: int | None = None) -> Prompt | None:
-        """Return None if the chat cannot be tokenized here, or if more than `max_new_bytes` have to be encoded."""
+    def tokenize(self, plain: PlainLayout, outline: Outline, body: bytes = b"", max_ms: float = inf) -> Prompt | None:
+        """Return None if the chat cannot be tokenized here, or if its new messages may take longer than `max_ms`.
+
+        `body`: of the request; needed with `max_ms`.
+        """
         if not plain.check.enabled or outline.body_bytes > MAX_BODY_BYTES:
             return None
         found = self.messages.join(outline, plain.layout.kernel)
@@ -87,7 +88,7 @@ class PlainChats:
             return None
         if isinstance(found, bytes):
             return exact_prompt(found, len(found) // TOKEN_BYTES)
-        if max_new_bytes is not None and size_bytes(found) > max_new_bytes:
+        if max_ms < inf and self._estimate_ms(outline, body, found) > max_ms:
             return None
         new_bytes = 0
         for message, start, end, _size in found:
@@ -101,6 +102,19 @@ class PlainChats:
             return None  # the cache is too small for this chat
         is_warm = len(found) < outline.message_count
         return exact_prompt(joined, (len(joined) - new_bytes) // TOKEN_BYTES if is_warm else 0)
+
+    def _estimate_ms(self, outline: Outline, body: bytes, messages: Sequence[MissingMessage]) -> float:
+        """Return how long it takes to encode these messages."""
+        fixed_ms, size_bytes = MESSAGE_MS * len(messages), 0
+        for _message, _start, _end, size in messages:
+            size_bytes += size
+        worst_ms = fixed_ms + self._worst_ms_per_byte * size_bytes
+        if fixed_ms > LOOP_MS or worst_ms <= LOOP_MS:
+            return worst_ms
+        spans = memoryview(outline.message_spans).cast("I")
+        return fixed_ms + self._tokenizer.estimate_encode_ms(
+            body, [(spans[2 * message], spans[2 * message + 1]) for message, _start, _end, _size in messages]
+        )
 
     def _encode(self, plain: PlainLayout, outline: Outline, message: int, start: int, end: int) -> bytes | None:
         """Return None where this message's tokens depend on other messages, or its text cannot be encoded."""
@@ -118,7 +132,9 @@ class PlainChats:
         None where the tokenizer does not find the cut token. Raises UnicodeEncodeError.
         """
         before = layout.starts[start]
-        tokens = self._tokenizer.encode(f"{before.text}{before.transform(text)}{layout.ends[end]}")
+        if before.transform is not None:
+            text = before.transform(text)
+        tokens = self._tokenizer.encode(f"{before.text}{text}{layout.ends[end]}")
         if not before.cut_token:
             return tokens
         return tokens[TOKEN_BYTES:] if tokens.startswith(before.cut_token) else None

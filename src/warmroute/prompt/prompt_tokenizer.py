@@ -11,6 +11,7 @@ that the engine might not have. Without a tokenizer, the prompt's text is used i
 from __future__ import annotations
 
 from functools import partial
+from math import inf
 from typing import Any, Final
 
 import msgspec
@@ -21,6 +22,7 @@ from warmroute.prompt.chat_template import Message, TemplateRejected
 from warmroute.prompt.chat_tokenizer import CachedContext, ChatPlan, ChatTokenizer
 from warmroute.prompt.content_format import ContentFormat
 from warmroute.prompt.message_spans import BodyMessages, ConvertedMessages, ConvertItem
+from warmroute.prompt.plain_chats import MESSAGE_MS
 from warmroute.prompt.prompt import Prompt, exact_prompt
 from warmroute.prompt.prompt_lists import is_prompt_list, read_prompts
 from warmroute.prompt.render_context import EngineOptions, RenderContext, Templates, render_context
@@ -51,9 +53,6 @@ _CONTEXT_FIELDS: Final = {
 # Measured by bench/decision_latency.py, rounded up.
 _COST_MS: Final = 0.2
 _COST_MS_PER_BODY_BYTE: Final = 1.5e-6
-_COST_MS_PER_NEW_BYTE: Final = 4e-5
-_COST_MS_PER_NEW_BYTE_SLOW: Final = 1e-3
-"""Without fastokens."""
 _COST_MS_OF_A_NEW_CONTEXT: Final = 6.0
 
 
@@ -77,16 +76,22 @@ class TokenizeJob(msgspec.Struct, eq=False):
 
     @property
     def cost_ms(self) -> float:
-        """The estimated duration of `run()`."""
+        """The estimated duration of `run()`. To ask for it takes up to 0.3 ms: a long new text is sampled."""
         body_bytes = len(self.request.body)
         cost_ms = _COST_MS + _COST_MS_PER_BODY_BYTE * body_bytes
         tokenizer = self._tokenizer.tokenizer
         if tokenizer is None or self.problem:
             return cost_ms
-        if self.plan is None and self.request.endpoint in _CHAT_ENDPOINTS:
-            cost_ms += _COST_MS_OF_A_NEW_CONTEXT
-        new_bytes = body_bytes if self.plan is None else self.plan.new_bytes
-        return cost_ms + new_bytes * (_COST_MS_PER_NEW_BYTE_SLOW if tokenizer.slow_reason else _COST_MS_PER_NEW_BYTE)
+        plan = self.plan
+        if plan is None and self.request.endpoint in _CHAT_ENDPOINTS:
+            return cost_ms + _COST_MS_OF_A_NEW_CONTEXT + tokenizer.worst_ms_per_byte * body_bytes
+        if plan is None:
+            return cost_ms + tokenizer.estimate_encode_ms(self.request.body, [(0, body_bytes)])
+        cost_ms += MESSAGE_MS * plan.new_messages
+        if plan.plain is not None:
+            return cost_ms + tokenizer.worst_ms_per_byte * plan.new_bytes  # `tokenize_plain` has sampled it
+        end = self.request.fields["messages"][1]
+        return cost_ms + tokenizer.estimate_encode_ms(self.request.body, [(end - plan.new_bytes, end)])
 
     def run(self) -> Prompt:
         return self._tokenizer.finish(self)
@@ -127,19 +132,17 @@ class PromptTokenizer:
         request = read_request_body(path, body, outline)
         return None if request is None else self._begin(request)
 
-    def tokenize_plain(
-        self, path: bytes, body: bytes, outline: Outline | None, max_new_bytes: int | None = None
-    ) -> Prompt | None:
+    def tokenize_plain(self, path: bytes, body: bytes, outline: Outline | None, max_ms: float = inf) -> Prompt | None:
         """Tokenize a chat of plain messages, most of which some request had before: the quickest way.
 
-        Return None for any other request, and where more than `max_new_bytes` have to be encoded.
+        Return None for any other request, and where that may take longer than `max_ms`.
         """
         if outline is None or path != _CHAT_PATH or self.chats is None or outline.has_prompt_options:
             return None
         context = self.chats.cached_context(outline.chat_context())
         if context is None or context.plain_layout is None:
             return None
-        prompt = self.chats.plain_chats.tokenize(context.plain_layout, outline, max_new_bytes)
+        prompt = self.chats.plain_chats.tokenize(context.plain_layout, outline, body, max_ms)
         if prompt is not None:
             self._plain_requests += 1
             if self._plain_requests % _SAMPLE_EVERY == 1:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from array import array
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,6 +21,7 @@ import fastokens  # type: ignore[import-untyped]
 import msgspec
 
 from warmroute._kernel import TOKEN_BYTES
+from warmroute.prompt.encoding_time import EncodingTime, Span
 from warmroute.prompt.tokenizer_json import TokenizerFiles, read_tokenizer_files
 
 SEGMENT_CACHE_BYTES: Final = 64 << 20
@@ -61,6 +63,9 @@ class Tokenizer:
         self.fingerprint = _fingerprint(tree)
         """A hash, in 16 hexadecimal digits, of everything that the token ids depend on."""
         self._fast = self._load_fast(definition, segment_cache_bytes)
+        self._encoding_time = EncodingTime(self.encode, self._fast is not None)
+        self.worst_ms_per_byte = self._encoding_time.worst_ms_per_byte
+        """The longest that it takes to encode a text, for each of its bytes."""
         self.special_prefix, self.special_suffix = self._find_special_tokens()
         """The tokens that `add_special_tokens` puts before and after a text."""
 
@@ -88,6 +93,10 @@ class Tokenizer:
     def _encode_reference(self, text: str) -> bytes:
         text.encode()
         return pack_token_ids(self._reference.encode(text, add_special_tokens=False).ids)
+
+    def estimate_encode_ms(self, body: bytes, spans: Sequence[Span]) -> float:
+        """Return how long these parts of a request's body take to encode. Takes samples of a long text."""
+        return self._encoding_time.estimate_ms(self.encode, body, spans)
 
     # ---- Cutting ----
 

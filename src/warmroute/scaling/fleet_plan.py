@@ -12,12 +12,17 @@ from typing import Final
 
 import msgspec
 
-from warmroute.config import Config, Objective
+from warmroute.config import Config, Objective, ScalingReplay
 from warmroute.scaling.offer import OfferKey
 from warmroute.scaling.scaling_decision import count_of_nodes
 
 MIN_REQUESTS: Final = 100
 """Fewer requests say too little about a p90."""
+RECENT_SHARE: Final = 1 / 3
+"""Of the recorded time: the arrivals now."""
+SAME_LOAD: Final = 0.01
+"""Loads that differ by less than this fraction count as the same."""
+_DEFAULTS: Final = ScalingReplay()
 
 
 class NodeFigures(msgspec.Struct, frozen=True):
@@ -67,6 +72,11 @@ class ReplayedFleet(msgspec.Struct, kw_only=True, frozen=True):
     excess: float = 0.0
     """The largest value relative to its limit. At most 1: the fleet meets the objective."""
 
+    @property
+    def question(self) -> tuple[object, ...]:
+        """What was replayed. `load` is not part of it: it is relative to the traffic of one search."""
+        return self.nodes, self.usd_per_hour, self.offer, self.arrivals_per_s, self.tokens_per_s
+
 
 class PlanRequest(msgspec.Struct, kw_only=True):
     nodes: tuple[FleetNode, ...]
@@ -79,8 +89,8 @@ class PlanRequest(msgspec.Struct, kw_only=True):
     round_trip_ms: dict[str, float] = {}
     """By island."""
     objective: Objective = Objective()
-    margin: float = 0.1
-    max_requests: int = 1500
+    margin: float = _DEFAULTS.margin
+    max_requests: int = _DEFAULTS.max_requests
     lead_s: float = 0.0
     """Time until a node that is requested now would serve."""
     share: float = 1.0
@@ -112,6 +122,10 @@ class FleetPlan(msgspec.Struct, kw_only=True):
     """Above 1 if no fleet meets the objective: then the plan is the smallest fleet that comes close to the best."""
     growth: float = 1.0
     """Expected arrivals when a node that is requested now would serve, relative to the recorded traffic."""
+    chance: float = 0.0
+    """By which fraction chance makes the arrivals of a few minutes differ."""
+    margin: float = 0.0
+    """`scaling.replay.margin` when the search began."""
     arrivals_per_s: float = 0.0
     """Of the recorded traffic, scaled to all routers."""
     recorded: int = 0
@@ -130,6 +144,19 @@ class FleetPlan(msgspec.Struct, kw_only=True):
     def desired_nodes(self) -> int:
         return self.nodes + self.add - self.spare
 
+    @property
+    def load(self) -> float:
+        """The arrivals with which the fleet has to meet the objective, relative to the recorded traffic."""
+        return self.growth * (1.0 + self.margin + self.chance)
+
+    @property
+    def assumed_load(self) -> str:
+        """Say which load the fleet has to hold, and why."""
+        return (
+            f"replayed with {self.load:.0%} of the recorded load: {self.growth:.0%} expected when a new node serves, "
+            f"margin {self.margin:.0%}, chance {self.chance:.0%}"
+        )
+
     def fleet(self, nodes: int) -> ReplayedFleet | None:
         """Return the replay with this many nodes; with the offer that was chosen, if several were replayed."""
         found = [one for one in self.fleets if one.nodes == nodes and one.offer in (None, self.offer)]
@@ -142,17 +169,27 @@ class FleetPlan(msgspec.Struct, kw_only=True):
         chosen = self.fleet(self.desired_nodes) or self.fleet(self.nodes)
         if chosen is None:
             return ""
-        parts = [f"{count_of_nodes(chosen.nodes)}: {describe(chosen, objective, with_limit=True)}"]
+        parts = [f"{self._named(chosen)}: {describe(chosen, objective, with_limit=True)}"]
         smaller = self.fleet(chosen.nodes - 1)
         if smaller is not None:
-            parts.append(f"{count_of_nodes(smaller.nodes)}: {describe(smaller, objective)}")
-        if self.larger is not None:
+            parts.append(f"{self._named(smaller)}: {describe(smaller, objective)}")
+        if self.larger is not None and _same(chosen.arrivals_per_s, self.larger.arrivals_per_s):
             parts.append(_saving(chosen, self.larger))
         if self.target_excess > 1.0:
             parts.append("no fleet meets the objective: more nodes would hardly help")
         elif chosen.excess > 1.0:
             parts.append("the limits allow no fleet that meets the objective")
         return "; ".join(parts)
+
+    def _named(self, fleet: ReplayedFleet) -> str:
+        """Return the number of nodes, and the load if it is not that of the plan: to remove a node the rest has to hold
+        more."""
+        load = "" if _same(fleet.load, self.load) else f" with {fleet.load:.0%} of the recorded load"
+        return count_of_nodes(fleet.nodes) + load
+
+
+def _same(load: float, other: float) -> bool:
+    return abs(load - other) <= SAME_LOAD * max(load, other)
 
 
 def too_little_traffic(recorded: int) -> str:

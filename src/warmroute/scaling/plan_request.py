@@ -25,6 +25,8 @@ MAX_CONTEXT_STEPS: Final = 6.0
 """A decode step reads the weights once and the KV cache of its context. A full cache is at most about this many times
 as large as the weights. With short answers the learned slope is mostly the prefills between tokens, and too high."""
 MIN_CPU_S: Final = 5.0
+MIN_INTERVALS: Final = 0.2
+"""While the load rises, a search starts this many times `scaling.replay.interval_s` after the last one."""
 MAX_INTERVALS: Final = 1.5
 """A search takes at most this many times `scaling.replay.interval_s`."""
 MAX_NODES: Final = 512
@@ -86,7 +88,7 @@ def plan_request(
         objective=config.objective,
         margin=config.replay.margin,
         max_requests=config.replay.max_requests,
-        lead_s=min(starts_s, default=0.0) + config.replay.interval_s,
+        lead_s=min(starts_s, default=0.0) + MIN_INTERVALS * config.replay.interval_s,
         max_cpu_s=max(MIN_CPU_S, MAX_INTERVALS * config.replay.interval_s * config.replay.cpu_share),
         router=router,
     )

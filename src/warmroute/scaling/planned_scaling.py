@@ -45,10 +45,8 @@ def burst_ratio(inputs: ScalingInputs, plan: FleetPlan) -> float:
 def planned_nodes(inputs: ScalingInputs, plan: FleetPlan, burst: float) -> tuple[int, list[str]]:
     """Return how many nodes to add, and the reasons. `burst`: the result of `burst_ratio`."""
     explained = plan.explain(inputs.config.objective)
-    reasons = [explained] if explained else []
+    reasons = [explained, plan.assumed_load] if explained else []
     wanted = plan.desired_nodes
-    if plan.growth > 1.005:
-        reasons.append(f"forecast: {plan.growth:.0%} of the recent load when a new node serves")
     if burst:
         wanted = max(wanted, ceil(wanted * burst))
         reasons.append(f"{burst:.1f} × the arrivals that were replayed, and requests wait")

@@ -32,6 +32,8 @@ START_S: Final = 60.0
 LATE: Final = 3.0
 """A process that takes this many times its time is killed."""
 LINES_AT_ONCE: Final = 64
+PAUSE_S: Final = 0.0005
+"""Between them. A shorter one would give the event loop no chance to take over."""
 ENVIRONMENT: Final = ("PATH", "HOME", "LANG", "PYTHONPATH", "LD_LIBRARY_PATH", "TMPDIR")
 """Variables that the process inherits: it needs no credentials."""
 
@@ -95,6 +97,7 @@ class PlanningProcess:
             block_tokens=BLOCK_TOKENS,
             recorded_ms=recorded_ms,
         )
+        since_ms = recorded_ms - 1000.0 * self._traffic.window_s
         timeout_s = START_S + LATE * request.max_cpu_s / self.cpu_share
         with _new_file() as file:
             encoded = msgspec.msgpack.encode(task)
@@ -102,8 +105,8 @@ class PlanningProcess:
             for at in range(0, len(lines), LINES_AT_ONCE):
                 if self._closed:
                     raise SearchFailed("the router stops")
-                file.writelines(framed(lines[at : at + LINES_AT_ONCE]))
-                time.sleep(0)  # lets the event loop run
+                file.writelines(framed(lines[at : at + LINES_AT_ONCE], share, since_ms))
+                time.sleep(PAUSE_S)  # lets the event loop run
             file.seek(0)
             process = subprocess.Popen(
                 self._command, stdin=file, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,

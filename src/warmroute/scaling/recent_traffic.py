@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -35,7 +35,7 @@ class _Row(msgspec.Struct, gc=False):
     follows: int = 0
 
 
-class _Line(msgspec.Struct, gc=False):
+class RecentLine(msgspec.Struct, gc=False):
     at_ms: float
     conversation: int
     text: bytes
@@ -55,7 +55,7 @@ class RecentTraffic:
         self._before = 1.0
         """The fraction before it last rose: lines of that time may still be in the window."""
         self._changed_ms = 0.0
-        self._lines: deque[_Line] = deque()
+        self._lines: deque[RecentLine] = deque()
         self._bytes = 0
         self._turns: dict[tuple[int, int], int] = {}
         """The conversation of each prompt, by the id of its last full block and its length."""
@@ -79,7 +79,7 @@ class RecentTraffic:
         row = self._decoder.decode(text)
         conversation = self._conversation(row)
         if self._keeps(conversation):
-            self._lines.append(_Line(row.timestamp, conversation, text))
+            self._lines.append(RecentLine(row.timestamp, conversation, text))
             self._bytes += len(text) + LINE_BYTES
 
     def _conversation(self, row: _Row) -> int:
@@ -126,18 +126,20 @@ class RecentTraffic:
     def __len__(self) -> int:
         return len(self._lines)
 
-    def snapshot(self) -> tuple[list[tuple[int, bytes]], float, float]:
-        """Return conversation and line of each request, the share of the conversations, and the time now, in the
-        lines' own time."""
+    def snapshot(self) -> tuple[list[RecentLine], float, float]:
+        """Return the lines, the share of the conversations, and the time now, in the lines' own time. It takes one copy
+        of a list, because the event loop waits meanwhile: `framed` leaves out lines beyond the share and the window."""
         with self._lock:
             self._forget_old()
             now_ms = self._now_ms()
             share = self.share if now_ms - self._changed_ms > 1000.0 * self.window_s else min(self.share, self._before)
-            lines = [(one.conversation, one.text) for one in self._lines if one.conversation <= share * _MASK]
-            return lines, share, now_ms
+            return list(self._lines), share, now_ms
 
 
-def framed(lines: list[tuple[int, bytes]]) -> Iterator[bytes]:
-    """Return the lines as the searching process reads them: the conversation, a space, the JSON object."""
-    for conversation, text in lines:
-        yield b"%d %s\n" % (conversation, text)
+def framed(lines: Sequence[RecentLine], share: float = 1.0, since_ms: float = 0.0) -> Iterator[bytes]:
+    """Return the lines of this share of the conversations as the searching process reads them: the conversation, a
+    space, the JSON object. Requests that arrived before `since_ms` are left out: one that took an hour is recorded when
+    it has ended, and would be the beginning of the recorded time."""
+    for one in lines:
+        if one.conversation <= share * _MASK and one.at_ms >= since_ms:
+            yield b"%d %s\n" % (one.conversation, one.text)

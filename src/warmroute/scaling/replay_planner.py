@@ -1,10 +1,12 @@
 """Scaling by replay: when a search starts, how long its plan counts, and whether its predictions can be trusted.
 
-A search starts every `scaling.replay.interval_s`, if the last one has ended and there is enough recorded traffic. Its
-plan counts for MAX_AGE_INTERVALS intervals. Now and then the search also replays the traffic as it was on the fleet as
-it is, and the planner compares the predicted TTFT p90 with the observed one. If they differ by more than MAX_ERROR
-several times in a row, the autoscaler goes by thresholds until they agree again. So it does without a plan: at the
-start, with little traffic, or if the searching process fails.
+A search starts every `scaling.replay.interval_s`, if the last one has ended and there is enough recorded traffic, and
+earlier if more requests arrive than the last plan allows for, margin and chance included. Its plan counts for
+MAX_AGE_INTERVALS intervals. Nodes are spare that no plan wanted for as long as arrivals count as those of now. Now and
+then the search also replays the traffic as it was on the fleet as it is, and the planner compares the predicted TTFT
+and time between tokens with the observed ones. If one of those that the objective limits differs by more than
+MAX_ERROR several times in a row, the autoscaler goes by thresholds until they agree again. So it does without a
+plan: at the start, with little traffic, or if the searching process fails.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Callable
+from math import inf
 from typing import Final, Protocol
 
 import msgspec
@@ -21,13 +24,14 @@ from warmroute.event_log import EventLog
 from warmroute.fleet.demand import DemandMeter, percentile_ms
 from warmroute.scaling.fleet_plan import (
     MIN_REQUESTS,
+    RECENT_SHARE,
     FleetPlan,
     PlanRequest,
     ReplayedFleet,
     duration,
     too_little_traffic,
 )
-from warmroute.scaling.plan_request import CannotPlan
+from warmroute.scaling.plan_request import MIN_INTERVALS, CannotPlan
 
 log = EventLog("warmroute.scaling")
 
@@ -35,16 +39,21 @@ MAX_AGE_INTERVALS: Final = 4.0
 PREDICT_EVERY: Final = 3
 """One search in this many also predicts the current fleet's TTFT, and says what a larger fleet would save."""
 MAX_ERROR: Final = 2.0
-"""Largest ratio of predicted and observed TTFT p90."""
+"""Largest ratio of a predicted and an observed time."""
 MATTERS: Final = 0.5
 """A wrong prediction counts only if one of the two is above this fraction of the objective."""
 DEFAULT_LIMIT_MS: Final = 2000.0
 """Limit of the TTFT for this purpose if the objective has none."""
 WRONG_BEFORE_FALLBACK: Final = 3
 RIGHT_BEFORE_RETURN: Final = 2
-MIN_FIRST_TOKENS: Final = 50
-STAY_INTERVALS: Final = 2.2
-"""Nodes are spare that no plan of this many intervals wanted."""
+MIN_MEASURED: Final = 50
+"""First tokens or responses: a percentile of fewer is unknown."""
+TTFT_P90: Final = "TTFT p90"
+MIN_STAY: Final = 0.9
+"""Plans of less time than this fraction of the time whose arrivals they expect again (RECENT_SHARE) make no node
+spare."""
+RECENT_S: Final = 300.0
+"""Arrivals of this time start a search early."""
 KNOWN_S: Final = 900.0
 """How long a replay need not be repeated, if its result was clear."""
 MIN_KNOWN_REQUESTS: Final = 3 * MIN_REQUESTS
@@ -77,10 +86,15 @@ class PlannerStats(msgspec.Struct):
 
 
 class _Reading(msgspec.Struct):
-    """First tokens until a search began, and the nodes that served then."""
+    """Arrivals, first tokens and responses until a search began, and the nodes that served then."""
 
     at_s: float
+    own: float
+    """Arrivals at this process."""
+    everyone: float
+    """Arrivals at all routers."""
     ttft_counts: array[int]
+    inter_token_counts: array[int]
     nodes: int
 
 
@@ -96,12 +110,14 @@ class ReplayPlanner:
         self._started_s = float("-inf")
         self._running = False
         self._readings: deque[_Reading] = deque()
-        self._counted = (0.0, 0.0)
-        """Arrivals at this process and at all of them when the last search began."""
         self._known: deque[tuple[float, ReplayedFleet]] = deque()
         """Replays of the last minutes, each with the time of its search."""
         self._desired: deque[tuple[float, int]] = deque()
-        """How many nodes the plans of the last STAY_INTERVALS wanted."""
+        """How many nodes the plans wanted in the time whose arrivals a plan expects again."""
+        self._arrived: deque[tuple[float, float]] = deque()
+        """How many requests had arrived, at each turn of the last `window_s`."""
+        self._expected_per_s = 0.0
+        """Arrivals per second that the plan allows for, as the meter counts them."""
         self._wrong = self._right = 0
         self._unreachable_s = float("-inf")
         self._failing = False
@@ -135,7 +151,8 @@ class ReplayPlanner:
     def turn(self, now_s: float, serving: int, create_request: Callable[[], PlanRequest]) -> None:
         """Start a search if it is time."""
         replay = self.config.replay
-        if self._running or now_s - self._started_s < replay.interval_s:
+        grows = self._grows(now_s)
+        if self._running or now_s - self._started_s < replay.interval_s * (MIN_INTERVALS if grows else 1.0):
             return
         recorded = self._runner.recorded
         if recorded < MIN_REQUESTS:
@@ -143,7 +160,9 @@ class ReplayPlanner:
             return
         self._started_s = now_s
         readings = self._readings
-        readings.append(_Reading(now_s, self._meter.times()[0], serving))
+        ttft_counts, _, inter_token_counts = self._meter.times()
+        own, everyone = self._meter.own_counts()[0], self._meter.counts()[0]
+        readings.append(_Reading(now_s, own, everyone, ttft_counts, inter_token_counts, serving))
         while readings[0].at_s < now_s - replay.window_s - replay.interval_s:
             readings.popleft()
         try:
@@ -161,14 +180,31 @@ class ReplayPlanner:
         self._running = True
         self._runner.start(request, lambda plan, reason: self._ended(plan, reason, now_s))
 
+    def _grows(self, now_s: float) -> bool:
+        """Return whether more requests arrive than the last plan allows for: margin and chance included."""
+        arrived, plan = self._arrived, self._plan
+        arrived.append((now_s, self._meter.counts()[0]))
+        while arrived[0][0] < now_s - max(RECENT_S, self.config.replay.window_s):
+            arrived.popleft()
+        if plan is None or plan.skipped or now_s - arrived[0][0] < 0.9 * RECENT_S:
+            return False
+        return self._arrivals_per_s(now_s - RECENT_S, now_s) > self._expected_per_s
+
+    def _arrivals_per_s(self, since_s: float, until_s: float) -> float:
+        """Return what the meter counted between two times, as far as they are known."""
+        known = [one for one in self._arrived if since_s <= one[0] <= until_s]
+        if len(known) < 2:
+            return 0.0
+        (since_s, before), (until_s, after) = known[0], known[-1]
+        return (after - before) / (until_s - since_s)
+
     def _share(self) -> float:
-        """Return the fraction of all routers' arrivals since the last search that came to this process."""
-        own, everyone = self._meter.own_counts()[0], self._meter.counts()[0]
-        before_own, before_everyone = self._counted
-        self._counted = own, everyone
-        if everyone - before_everyone < 1.0:
-            return 1.0
-        return min(1.0, max(0.01, (own - before_own) / (everyone - before_everyone)))
+        """Return the fraction of all routers' arrivals that came to this process, in the recorded time."""
+        oldest, newest = self._readings[0], self._readings[-1]
+        own, everyone = newest.own, newest.everyone
+        if newest is not oldest:
+            own, everyone = own - oldest.own, everyone - oldest.everyone
+        return min(1.0, max(0.01, own / everyone)) if everyone >= 1.0 else 1.0
 
     def _ended(self, plan: FleetPlan | None, reason: str, started_s: float) -> None:
         self._running = False
@@ -189,14 +225,12 @@ class ReplayPlanner:
         if plan.target_excess > 1.0 and started_s - self._unreachable_s >= TARGET_AGE_S:
             self._unreachable_s = started_s
         if plan.recorded >= MIN_KNOWN_REQUESTS:
-            known = {fleet for _, fleet in self._known}
-            self._known.extend((started_s, fleet) for fleet in plan.fleets if fleet not in known)
-        desired = plan.desired_nodes if not plan.skipped else 0
-        self._desired.append((started_s, desired))
-        while self._desired[0][0] < started_s - STAY_INTERVALS * self.config.replay.interval_s:
-            self._desired.popleft()
-        most = max(nodes for _, nodes in self._desired)
-        plan.spare = max(0, min(plan.spare, plan.nodes - most))
+            known = {fleet.question for _, fleet in self._known}
+            self._known.extend((started_s, fleet) for fleet in plan.fleets if fleet.question not in known)
+        if not plan.skipped:
+            plan.spare = self._long_spare(plan, started_s)
+            measured_per_s = self._arrivals_per_s(started_s - plan.measured_s, started_s)
+            self._expected_per_s = (measured_per_s or plan.arrivals_per_s) * plan.load
         before, self._plan, self.planned_s = self._plan, plan, started_s
         if plan.larger is None and before is not None and before.desired_nodes == plan.desired_nodes:
             plan.larger = before.larger
@@ -204,41 +238,77 @@ class ReplayPlanner:
             self.problem = plan.skipped
         self._compare(plan, started_s)
 
+    def _long_spare(self, plan: FleetPlan, started_s: float) -> int:
+        """Return how many nodes no plan has wanted for as long as the time whose arrivals a plan expects again."""
+        desired, stay_s = self._desired, RECENT_SHARE * self.config.replay.window_s
+        desired.append((started_s, plan.desired_nodes))
+        since_s = started_s - MIN_STAY * stay_s
+        while len(desired) > 1 and desired[1][0] <= since_s:  # the plans of all of this time stay, if there are few
+            desired.popleft()
+        if desired[0][0] > since_s:
+            return 0
+        return max(0, min(plan.spare, plan.nodes - max(nodes for _, nodes in desired)))
+
     # Accuracy.
 
     def _compare(self, plan: FleetPlan, started_s: float) -> None:
-        predicted_ms = plan.predicted.ttft_p90_ms if plan.predicted is not None else None
-        observed_ms = self._observed_ms(plan, started_s)
-        if predicted_ms is None or observed_ms is None:
+        between = self._readings_of(plan, started_s)
+        if plan.predicted is None or between is None:
             return
-        stats, objective = self.stats, self.config.objective
-        stats.predicted_ms, stats.observed_ms = predicted_ms, observed_ms
-        larger, smaller = max(predicted_ms, observed_ms), max(1e-3, min(predicted_ms, observed_ms))
-        limit_ms = objective.ttft_p90_ms or objective.ttft_p99_ms or DEFAULT_LIMIT_MS
-        if larger > MAX_ERROR * smaller and larger > MATTERS * limit_ms:
+        pairs = self._predicted_and_observed(plan.predicted, *between)
+        if not pairs:
+            return
+        stats = self.stats
+        wrong = next((one for one in pairs if one.is_wrong), None)
+        if pairs[0].is_ttft_p90:
+            stats.predicted_ms, stats.observed_ms = pairs[0].predicted_ms, pairs[0].observed_ms
+        shown = wrong or pairs[0]
+        if wrong is not None:
             self._wrong, self._right = self._wrong + 1, 0
         else:
             self._wrong, self._right = 0, self._right + 1
-        if stats.trusted and self._wrong >= WRONG_BEFORE_FALLBACK:
+        if stats.trusted and wrong is not None and self._wrong >= WRONG_BEFORE_FALLBACK:
             stats.trusted = False
-            self.problem = f"replay predicts TTFT p90 {duration(predicted_ms)}, observed {duration(observed_ms)}"
+            predicted, observed = duration(wrong.predicted_ms), duration(wrong.observed_ms)
+            self.problem = f"replay predicts {wrong.name} {predicted}, observed {observed}"
             log.warning(
                 "scaling_replay_inaccurate",
                 "The autoscaler goes by thresholds until predictions are right again.",
-                predicted_ms=round(predicted_ms),
-                observed_ms=round(observed_ms),
+                reason=wrong.name,
+                predicted_ms=round(wrong.predicted_ms),
+                observed_ms=round(wrong.observed_ms),
             )
         elif not stats.trusted and self._right >= RIGHT_BEFORE_RETURN:
             stats.trusted = True
             log.info(
                 "scaling_replay_accurate",
                 "The autoscaler goes by replay again.",
-                predicted_ms=round(predicted_ms),
-                observed_ms=round(observed_ms),
+                predicted_ms=round(shown.predicted_ms),
+                observed_ms=round(shown.observed_ms),
             )
 
-    def _observed_ms(self, plan: FleetPlan, started_s: float) -> float | None:
-        """Return the TTFT p90 of the time that the replay measured; None if the fleet changed meanwhile."""
+    def _predicted_and_observed(self, predicted: ReplayedFleet, since: _Reading, until: _Reading) -> list[_Compared]:
+        """Return the times that the objective limits, and the TTFT p90 in any case: it counts without any limit."""
+        objective = self.config.objective
+        first_tokens = _difference(until.ttft_counts, since.ttft_counts)
+        responses = _difference(until.inter_token_counts, since.inter_token_counts)
+        limits = objective.ttft_p90_ms, objective.ttft_p99_ms, objective.inter_token_p90_ms
+        ttft_limit_ms = limits[0] or (inf if any(limits) else DEFAULT_LIMIT_MS)
+        found = []
+        for name, limit_ms, predicted_ms, counts, share in (
+            (TTFT_P90, ttft_limit_ms, predicted.ttft_p90_ms, first_tokens, 0.9),
+            ("TTFT p99", limits[1], predicted.ttft_p99_ms, first_tokens, 0.99),
+            ("inter-token p90", limits[2], predicted.inter_token_p90_ms, responses, 0.9),
+        ):
+            if not limit_ms or predicted_ms is None or sum(counts) < MIN_MEASURED:
+                continue
+            observed_ms = percentile_ms(counts, share)
+            if observed_ms is not None:
+                found.append(_Compared(name, limit_ms, predicted_ms, observed_ms))
+        return found
+
+    def _readings_of(self, plan: FleetPlan, started_s: float) -> tuple[_Reading, _Reading] | None:
+        """Return the readings around the time that the replay measured; None if the fleet changed meanwhile."""
         until = next((one for one in self._readings if one.at_s == started_s), None)
         since_s = started_s - plan.measured_s
         before = [one for one in self._readings if one.at_s < started_s]
@@ -248,5 +318,26 @@ class ReplayPlanner:
         between = [one for one in self._readings if since.at_s <= one.at_s <= started_s]
         if abs(since.at_s - since_s) > 0.5 * plan.measured_s or any(one.nodes != plan.nodes for one in between):
             return None
-        counts = [after - earlier for after, earlier in zip(until.ttft_counts, since.ttft_counts, strict=True)]
-        return percentile_ms(counts, 0.9) if sum(counts) >= MIN_FIRST_TOKENS else None
+        return since, until
+
+
+class _Compared(msgspec.Struct, frozen=True):
+    """A predicted and an observed time."""
+
+    name: str
+    limit_ms: float
+    predicted_ms: float
+    observed_ms: float
+
+    @property
+    def is_ttft_p90(self) -> bool:
+        return self.name == TTFT_P90
+
+    @property
+    def is_wrong(self) -> bool:
+        larger, smaller = max(self.predicted_ms, self.observed_ms), min(self.predicted_ms, self.observed_ms)
+        return larger > MAX_ERROR * max(1e-3, smaller) and larger > MATTERS * self.limit_ms
+
+
+def _difference(after: array[int], before: array[int]) -> list[int]:
+    return [now - then for now, then in zip(after, before, strict=True)]

@@ -9,8 +9,9 @@ terminate. A machine that its cloud reclaims does not count.
 
 The demand includes its trend until a node that is requested now would serve. In panic mode (the short window needs
 PANIC_RATIO times the current nodes) the short window counts too, and no node is removed. After a change, no node is
-added for `cooldown_up_s` and none is removed for `cooldown_down_s`. A node is removed only if it was spare for all of
-`cooldown_down_s`.
+added for `cooldown_up_s` and none is removed for `cooldown_down_s`. Without a plan a node is removed only if it was
+spare for all of `cooldown_down_s`, as are nodes that have come since the plan; what a plan spares of its own nodes,
+several plans have spared (replay_planner.py).
 """
 
 from __future__ import annotations
@@ -135,12 +136,14 @@ class Scaler:
                 candidates, reason = removable_nodes(inputs, minimum, any_node=any_node)
             else:
                 candidates, reason = planned_removals(inputs, minimum, plan, any_node=any_node)
-            exchange = missing and not candidates and not inputs.pending and len(inputs.serving) > 1
-            if exchange and not inputs.panicking:
+            exchange = bool(missing) and not candidates and not inputs.pending and len(inputs.serving) > 1
+            exchange = exchange and not inputs.panicking
+            if exchange:
                 candidates, reason = exchange_candidate(inputs, paid, missing, self._offers)
             if reason:
                 reasons.append(reason)
-            self._remove(decision, candidates, minimum, reasons)
+            seen = plan is not None and len(inputs.serving) <= min(plan.nodes, config.max_nodes)
+            self._remove(decision, candidates, minimum, reasons, at_once=seen and minimum > 0 and not exchange)
         if self._offers.somebody_else_scales:
             self._hold_desired(decision)
         decision.reasons, decision.obstacles = (*reasons, *obstacles), tuple(obstacles)
@@ -251,20 +254,22 @@ class Scaler:
         return not additions
 
     def _remove(
-        self, decision: ScalingDecision, candidates: Sequence[RemovalCandidate], minimum: int, reasons: list[str]
-    ) -> None:
-        """Remove those candidates that were spare for the whole cooldown."""
+        self, decision: ScalingDecision, candidates: Sequence[RemovalCandidate], minimum: int, reasons: list[str], *,
+        at_once: bool,
+    ) -> None:  # fmt: skip
+        """Remove those candidates that were spare for the whole cooldown. `at_once`: they have been spare for long
+        enough, in plans that have seen all nodes."""
         config, now_s, spare = self.config, decision.at_s, self._spare
         spare.append((now_s, len(candidates)))
         while spare and spare[0][0] < now_s - config.cooldown_down_s:
             spare.popleft()
-        always_spare = min(count for _, count in spare)
+        always_spare = len(candidates) if at_once else min(count for _, count in spare)
         if not always_spare:
             return
         if now_s - max(self._added_s, self._removed_s) < config.cooldown_down_s:
             reasons.append(f"cooldown: the last change was less than {config.cooldown_down_s:g} s ago")
             return
-        if now_s - spare[0][0] < config.cooldown_down_s - 1.5 * config.interval_s and minimum:
+        if not at_once and now_s - spare[0][0] < config.cooldown_down_s - 1.5 * config.interval_s and minimum:
             reasons.append(f"nodes have to be spare for {config.cooldown_down_s:g} s")
             return
         chosen = candidates[: min(always_spare, config.max_step_down)]

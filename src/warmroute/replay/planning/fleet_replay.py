@@ -15,6 +15,7 @@ import msgspec
 from warmroute.config import Index, Objective
 from warmroute.fake_engine.profiles import Profile
 from warmroute.replay.planning.engine_fit import fitted_profile
+from warmroute.replay.planning.other_loads import OtherLoads
 from warmroute.replay.planning.recorded_traffic import Sample
 from warmroute.replay.policy_spec import INDEX_BYTES
 from warmroute.replay.simulation.conditions import Conditions, Island, NodeSpec
@@ -50,15 +51,16 @@ class FleetReplay:
         prompts = sample.requests
         mean_tokens = sum(one.prompt.prompt_tokens for one in prompts) / len(prompts)
         self._block_size = next(size for tokens, size in BLOCK_SIZES if mean_tokens >= tokens)
+        self._loads = OtherLoads(sample, self._block_size)
         self.arrivals_per_s, self.tokens_per_s = sample.arrivals_per_s, sample.tokens_per_s
         self.replays = self.requests = 0
 
     def run(self, nodes: Sequence[FleetNode], load: float, offer: OfferKey | None = None) -> ReplayedFleet:
         """Replay the sample with `load` times the recorded arrivals on these nodes."""
         sample, request = self._sample, self._request
-        count = max(1, round(len(nodes) * sample.share))
+        count = simulated_nodes(len(nodes), sample.share)
         simulated = [nodes[at * len(nodes) // count] for at in range(count)]
-        speed_up = load * count / (len(nodes) * sample.share)
+        prompts, warm_up = self._loads.prompts(load * count / (len(nodes) * sample.share))
         config = msgspec.structs.replace(request.router, index=Index(memory_bytes=INDEX_BYTES))
         islands = {name: Island(round_trip_ms) for name, round_trip_ms in request.round_trip_ms.items()}
         specs = [
@@ -74,22 +76,27 @@ class FleetReplay:
         conditions = Conditions(islands=islands, poll_interval_s=POLL_INTERVAL_S, stale_s=5 * POLL_INTERVAL_S)
         world = World(specs, conditions, config)
         self.replays += 1
-        hopeless = _Hopeless(world, request.objective, len(sample.requests) - sample.warm_up)
-        world.run(self._prompts(speed_up, hopeless), warm_up=sample.warm_up)
+        hopeless = _Hopeless(world, request.objective, len(prompts) - warm_up)
+        world.run(self._prompts(prompts, hopeless), warm_up=warm_up)
         usd = sum(node.usd_per_hour for node in nodes)
         fleet = _measured(world.results, request.objective, len(nodes), usd, load, offer, hopeless.found)
         return msgspec.structs.replace(
             fleet, arrivals_per_s=load * sample.arrivals_per_s, tokens_per_s=load * sample.tokens_per_s
         )
 
-    def _prompts(self, speed_up: float, hopeless: _Hopeless) -> Iterator[WorkloadPrompt]:
-        for at, prompt in enumerate(self._sample.prompts(speed_up)):
+    def _prompts(self, prompts: Sequence[WorkloadPrompt], hopeless: _Hopeless) -> Iterator[WorkloadPrompt]:
+        for at, prompt in enumerate(prompts):
             self._pause()
             if at % CHECK_EVERY == 0 and hopeless.check():
                 return
             self.requests += 1
             hopeless.arrivals_ms.append(prompt.at_ms)
             yield prompt
+
+
+def simulated_nodes(nodes: int, share: float) -> int:
+    """Return how many of the nodes serve this share of the fleet's requests in a replay."""
+    return max(1, round(nodes * share))
 
 
 class _Hopeless:

@@ -1,7 +1,10 @@
 """Which fleets are replayed, and which one is chosen: the cheapest that meets the objective with a margin.
 
-    load to add nodes       growth · (1 + margin)         the fleet has to meet the objective with this many arrivals
-    load to remove nodes    growth · (1 + 2 · margin)     what is left has to stay below SPARE_EXCESS of it
+    load to add nodes       growth · (1 + margin + chance)                  the fleet has to meet the objective with it
+    load to remove nodes    growth · (1 + margin + max(margin, chance))     what is left has to stay below SPARE_EXCESS
+
+`growth` and `chance` are the forecast (recorded_traffic.py), `margin` is configured. While the load rises, what is left
+has to hold RISING times the load to remove nodes.
 
 If the current fleet does not meet the objective, the search doubles the number of added nodes of each offer until it
 does, then bisects, and takes the cheapest result. If three times the fleet is hardly better, none meets the objective:
@@ -15,8 +18,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from warmroute.replay.planning.fleet_replay import FleetReplay
-from warmroute.replay.planning.recorded_traffic import RecordedRequest, growth, thinned
+import msgspec
+
+from warmroute.replay.planning.fleet_replay import FleetReplay, simulated_nodes
+from warmroute.replay.planning.recorded_traffic import Forecast, RecordedRequest, Sample, forecast, thinned
 from warmroute.scaling.fleet_plan import (
     MIN_REQUESTS,
     FleetNode,
@@ -38,7 +43,10 @@ LARGER: Final = 1.5
 CLEARLY_MET: Final = 0.7
 CLEARLY_MISSED: Final = 1.4
 """Excess, relative to the target, of replays that need not be repeated with about the same load."""
+RISING: Final = 1.5
 MAX_SPARE: Final = 4
+MAX_SAMPLES: Final = 5
+"""Attempts to find a sample that is small enough."""
 SPARE_EXCESS: Final = 0.85
 """What is left of the fleet has to stay below this fraction of the objective, so that noise does not remove a node that
 the next search adds again."""
@@ -59,23 +67,52 @@ def plan_fleet(
             recorded=len(recorded),
             skipped=too_little_traffic(len(recorded)),
         )
-    sample = thinned(recorded, until_ms, nodes, request.share, request.max_requests)
+    sample, expected = _sample(request, recorded, until_ms)
     if len(sample.requests) - sample.warm_up < MIN_MEASURED:
         return FleetPlan(
             nodes=nodes, recorded=len(recorded), skipped="replay has too little traffic of the last minutes"
         )
-    expected = growth(recorded, until_ms, request.lead_s)
     search = _Search(request, FleetReplay(request, sample, pause), expected, cpu_s)
     plan = search.run()
     plan.recorded, plan.measured_s, plan.arrivals_per_s = len(recorded), sample.measured_s, sample.arrivals_per_s
     return plan
 
 
+def _sample(
+    request: PlanRequest, recorded: Sequence[RecordedRequest], until_ms: float
+) -> tuple[Sample, Forecast]:  # fmt: skip
+    """Return a sample, and the load to expect relative to it. The sample has so few requests that a replay with the
+    highest load has at most `max_requests`."""
+    nodes, most = max(1, len(request.nodes)), float(request.max_requests)
+    expected = forecast(recorded, until_ms, request.lead_s, request.share)
+    highest = _highest_load(expected, request.margin)
+    for _ in range(MAX_SAMPLES):
+        sample = thinned(recorded, until_ms, nodes, request.share, max(1, int(most / highest)))
+        expected = forecast(recorded, until_ms, request.lead_s, request.share, sample.from_ms)
+        sizes = range(max(1, nodes - MAX_SPARE), 2 * nodes + 1)
+        rounded_up = max(simulated_nodes(size, sample.share) / (size * sample.share) for size in sizes)
+        highest = _highest_load(expected, request.margin) * rounded_up
+        if len(sample.requests) * highest <= most:
+            break
+    return sample, expected
+
+
+def _load_to_remove(expected: Forecast, margin: float) -> float:
+    """Return the load that the rest of the fleet has to hold before a node is removed."""
+    return expected.growth * (1.0 + margin + max(margin, expected.chance)) * (RISING if expected.rises else 1.0)
+
+
+def _highest_load(expected: Forecast, margin: float) -> float:
+    return max(1.0, _load_to_remove(expected, margin))
+
+
 class _Search:
-    def __init__(self, request: PlanRequest, replay: FleetReplay, growth: float, cpu_s: Callable[[], float]) -> None:
+    def __init__(
+        self, request: PlanRequest, replay: FleetReplay, expected: Forecast, cpu_s: Callable[[], float]
+    ) -> None:
         self._request = request
         self._replay = replay
-        self._growth = growth
+        self._expected = expected
         self._cpu_s = cpu_s
         self._start_s = cpu_s()
         self._fleets: list[ReplayedFleet] = []
@@ -88,15 +125,16 @@ class _Search:
 
     def run(self) -> FleetPlan:
         request, nodes = self._request, self._request.nodes
-        plan = FleetPlan(nodes=len(nodes), growth=self._growth)
-        up = self._growth * (1.0 + request.margin)
+        growth, chance, margin = self._expected.growth, self._expected.chance, request.margin
+        plan = FleetPlan(nodes=len(nodes), growth=growth, chance=chance, margin=margin)
+        up = plan.load
         current = self._run(nodes, up) if nodes else None
         if current is None or current.excess > self._target:
             chosen = self._cheapest_addition(current, up)
             if chosen is not None:
                 plan.add, plan.offer = chosen.nodes - len(nodes), chosen.offer
         else:
-            plan.spare = self._spare(self._growth * (1.0 + 2.0 * request.margin))
+            plan.spare = self._spare(_load_to_remove(self._expected, margin))
         if request.predict_current and nodes:
             plan.predicted = self._replay.run(nodes, 1.0)
         if request.show_larger and not self._late:
@@ -109,7 +147,11 @@ class _Search:
 
     def _run(self, nodes: Sequence[FleetNode], load: float, offer: OfferedNode | None = None) -> ReplayedFleet:
         key = offer.offer if offer is not None else None
-        fleet = self._known(nodes, load, key) or self._replay.run(nodes, load, key)
+        known = self._known(nodes, load, key)
+        if known is not None:
+            fleet = msgspec.structs.replace(known, load=known.arrivals_per_s / max(1e-9, self._replay.arrivals_per_s))
+        else:
+            fleet = self._replay.run(nodes, load, key)
         self._fleets.append(fleet)
         return fleet
 

@@ -18,34 +18,37 @@ import msgspec
 
 from warmroute.capture.trace_row import TraceRow
 from warmroute.replay.planning.fleet_search import plan_fleet
-from warmroute.replay.planning.recorded_traffic import RecordedRequest
+from warmroute.replay.planning.recorded_traffic import RecordedRequest, recorded_until
 from warmroute.replay.workloads.text_lengths import text_lengths
 from warmroute.replay.workloads.trace import prompts_of
 from warmroute.scaling.planning_process import PlanningTask
 
 MAX_MEMORY_BYTES: Final = 4 << 30
+USED_SHARE: Final = 0.97
+"""Of the share: the start and the end of a process are outside of what it can measure."""
 SLEEP_S: Final = 0.02
 """The process sleeps at least this long at a time."""
-ENDED_SHARE: Final = 0.9
-"""The recorded traffic ends where this fraction of the requests had ended when it was recorded."""
+CHECK_S: Final = 1.0
+"""Time between two checks whether the router still runs."""
 
 
 class Throttle:
-    """Sleeps so that the process takes at most `share` of a core, counted from its start."""
+    """Sleeps so that the process takes at most `share` of a core, counted from its start. Ends it with the router."""
 
     def __init__(self, share: float, parent: int) -> None:
-        self._share = share
+        self._share = share if share >= 1.0 else USED_SHARE * share
         self._parent = parent
-        self._start_s = time.monotonic()
+        self._start_s = self._checked_s = time.monotonic()
         self._start_cpu_s = 0.0
 
     def pause(self) -> None:
-        if self._share >= 1.0:
-            return
-        ahead_s = (time.process_time() - self._start_cpu_s) / self._share - (time.monotonic() - self._start_s)
-        if ahead_s > SLEEP_S:
+        now_s = time.monotonic()
+        ahead_s = (time.process_time() - self._start_cpu_s) / self._share - (now_s - self._start_s)
+        if ahead_s > SLEEP_S or now_s - self._checked_s > CHECK_S:
+            self._checked_s = now_s
             if os.getppid() != self._parent:
                 sys.exit("the router has ended")
+        if ahead_s > SLEEP_S and self._share < 1.0:
             time.sleep(ahead_s)
 
 
@@ -70,8 +73,7 @@ def read_recorded(lines: Iterator[bytes], block_tokens: int, recorded_ms: float)
         conversation, _, text = line.partition(b" ")
         row = decoder.decode(text)
         rows.append((row.timestamp + row.timestamp_us / 1000.0, int(conversation), row))
-    durations_ms = sorted(row.duration_ms or 0.0 for _, _, row in rows)
-    until_ms = recorded_ms - (durations_ms[int(ENDED_SHARE * (len(rows) - 1))] if rows else 0.0)
+    until_ms = recorded_until(recorded_ms, [row.duration_ms or 0.0 for _, _, row in rows])
     rows = [one for one in rows if one[0] <= until_ms]
     rows.sort(key=lambda one: one[0])
     in_order = [row for _, _, row in rows]
@@ -90,7 +92,9 @@ def search(file: IO[bytes]) -> bytes:
     throttle = Throttle(task.cpu_share, task.parent)
     throttle.pause()
     recorded, until_ms = read_recorded(iter(file), task.block_tokens, task.recorded_ms)
+    task.request.lead_s += (task.recorded_ms - until_ms) / 1000.0
     plan = plan_fleet(task.request, recorded, until_ms, throttle.pause)
+    throttle.pause()
     plan.cpu_s = time.process_time()
     return msgspec.msgpack.encode(plan)
 

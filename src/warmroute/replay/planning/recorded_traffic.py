@@ -4,29 +4,33 @@ Replays are measured in the last part of the recorded time (MEASURED_SHARE). The
 
 A router with much traffic replays a part of it on a part of the fleet: the conversations whose hash is below a
 threshold. Whole conversations are kept or left out, so caches work as in the whole. For k nodes and a sample with the
-fraction f of all requests, round(k · f) nodes are simulated, and arrival times are scaled so that each simulated node
-gets as many requests as a real one.
+fraction f of all requests, round(k · f) nodes are simulated, and the load is scaled so that each simulated node gets as
+many requests as a real one (other_loads.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 import msgspec
 
 from warmroute.fake_engine.core.block_content import mix64
 from warmroute.replay.workloads.workload_prompt import WorkloadPrompt
+from warmroute.scaling.fleet_plan import RECENT_SHARE
 
 MEASURED_SHARE: Final = 0.6
 MIN_SIMULATED_NODES: Final = 4
 """The sample has work for at least this many nodes: a small fleet queues more than a large one."""
 TREND_SPANS: Final = 10
-TREND_ERRORS: Final = 2.0
+TREND_ERRORS: Final = 1.0
 """A trend counts minus this many standard errors, so that noise is no trend."""
 MAX_GROWTH: Final = 2.0
+MAX_CHANCE: Final = 0.3
 MIN_KEPT: Final = 50
 """A sample by conversations has at least this many requests."""
+ENDED_SHARE: Final = 0.9
+"""The recorded traffic ends where this fraction of the requests had ended when it was recorded."""
 _HASHES: Final = 1 << 64
 
 
@@ -43,20 +47,22 @@ class Sample(msgspec.Struct, kw_only=True):
     requests: Sequence[RecordedRequest]
     """In the order of their arrival."""
     share: float
-    """The fraction of all requests of the fleet that it has."""
+    """The fraction of all requests of the fleet that it has, in the measured part."""
     warm_up: int
     """Requests before the measured part."""
+    from_ms: float
+    """The measured part begins."""
+    until_ms: float
     measured_s: float
     arrivals_per_s: float
     """Of the whole fleet, in the measured part."""
     tokens_per_s: float
     """Of prompts and answers, likewise."""
 
-    def prompts(self, load: float) -> Iterator[WorkloadPrompt]:
-        """Return the prompts with `load` times as many arrivals per second."""
-        first_ms = self.requests[0].at_ms
-        for one in self.requests:
-            yield msgspec.structs.replace(one.prompt, at_ms=(one.at_ms - first_ms) / load, next_turn=None)
+
+def recorded_until(now_ms: float, durations_ms: Sequence[float]) -> float:
+    """Return until when most requests are recorded: they are when they have ended. `durations_ms`: of recorded ones."""
+    return now_ms - (sorted(durations_ms)[int(ENDED_SHARE * (len(durations_ms) - 1))] if durations_ms else 0.0)
 
 
 def thinned(requests: Sequence[RecordedRequest], until_ms: float, nodes: int, share: float, most: int) -> Sample:
@@ -69,29 +75,94 @@ def thinned(requests: Sequence[RecordedRequest], until_ms: float, nodes: int, sh
             chosen = [one for one in requests if mix64(one.conversation, 1) % _HASHES < fraction * _HASHES]
             if len(chosen) >= min(most, MIN_KEPT):  # else a few long conversations make up most of the traffic
                 kept = chosen
-                share *= len(kept) / len(requests)
     kept = kept[-most:]
     from_ms = until_ms - MEASURED_SHARE * (until_ms - kept[0].at_ms)
     warm_up = sum(one.at_ms < from_ms for one in kept)
     measured_s = max(1e-3, (until_ms - from_ms) / 1000.0)
     tokens = sum(one.prompt.prompt_tokens + one.prompt.output_tokens for one in kept[warm_up:])
+    if kept is not requests:
+        share *= max(1, len(kept) - warm_up) / max(1, _arrivals_since(requests, from_ms))
     return Sample(
         requests=kept,
         share=share,
         warm_up=warm_up,
+        from_ms=from_ms,
+        until_ms=until_ms,
         measured_s=measured_s,
         arrivals_per_s=(len(kept) - warm_up) / measured_s / share,
         tokens_per_s=tokens / measured_s / share,
     )
 
 
-def growth(requests: Sequence[RecordedRequest], until_ms: float, lead_s: float) -> float:
-    """Return the expected arrivals per second `lead_s` after the recorded time, relative to those of the measured part:
+class Forecast(msgspec.Struct, frozen=True):
+    """The load to expect when a node that is requested now would serve."""
+
+    growth: float = 1.0
+    """Arrivals per second, relative to those of the measured part."""
+    chance: float = 0.0
+    """By which fraction chance alone makes the load of a few minutes differ: one standard deviation. A router with few
+    conversations has a less even load than one with many. 0 while the load falls more than chance explains: the next
+    minutes will have less."""
+    rises: bool = False
+    """Whether the load rises more than chance explains."""
+
+
+def forecast(
+    requests: Sequence[RecordedRequest], until_ms: float, lead_s: float, share: float = 1.0,
+    from_ms: float | None = None,
+) -> Forecast:  # fmt: skip
+    """Expect the arrivals of the last MEASURED_SHARE of the recorded time, and those of its last RECENT_SHARE as far as
+    chance does not explain the difference; or those `lead_s` after it by a line through all of it, if it rises and they
+    are more. So a rise counts before it has happened, a fall afterwards. `share`: the fraction of the fleet's requests
+    that was recorded. `from_ms`: where the sample's measured part begins, if it does not have all of the recorded
+    time."""
+    first_ms = requests[0].at_ms
+    if until_ms <= first_ms:
+        return Forecast()
+    recorded_ms = until_ms - first_ms
+    usual = _arrivals_since(requests, until_ms - MEASURED_SHARE * recorded_ms) / (MEASURED_SHARE * recorded_ms)
+    recent = _arrivals_since(requests, until_ms - RECENT_SHARE * recorded_ms) / (RECENT_SHARE * recorded_ms)
+    by_chance = chance_of(requests, first_ms, recorded_ms)
+    change = recent / usual - 1.0 if usual else 0.0
+    if change:
+        explained = by_chance * (1.0 - RECENT_SHARE / MEASURED_SHARE) ** 0.5
+        change *= max(0.0, 1.0 - (explained / change) ** 2)
+    line = _line(requests, until_ms, lead_s)
+    growth = min(MAX_GROWTH, max(1.0 / MAX_GROWTH, 1.0 + change, line if line > 1.0 else 0.0))
+    if from_ms is not None and usual:
+        measured = _arrivals_since(requests, from_ms) / max(1.0, until_ms - from_ms)
+        growth *= min(MAX_GROWTH, max(1.0 / MAX_GROWTH, usual / measured)) if measured else 1.0
+    falls = line < 1.0 and change < 0.0
+    return Forecast(growth, min(MAX_CHANCE, by_chance * share**0.5) if not falls else 0.0, line > 1.0)
+
+
+def _arrivals_since(requests: Sequence[RecordedRequest], since_ms: float) -> int:
+    return sum(one.at_ms >= since_ms for one in requests)
+
+
+def chance_of(requests: Sequence[RecordedRequest], first_ms: float, recorded_ms: float) -> float:
+    """Return the standard deviation of the work of RECENT_SHARE of the recorded time, relative to its mean, if
+    conversations begin independently of each other. Work: the tokens that are new in a prompt, and those of its
+    answer."""
+    parts = round(1.0 / RECENT_SHARE)
+    work: dict[tuple[int, int], float] = {}
+    before: dict[int, int] = {}
+    for one in requests:
+        tokens, conversation = one.prompt.prompt_tokens, one.conversation
+        earlier = before.get(conversation, 0)
+        before[conversation] = tokens
+        part = conversation, min(parts - 1, int(parts * (one.at_ms - first_ms) / recorded_ms))
+        new = tokens - earlier if tokens > earlier else tokens  # else it is another prompt
+        work[part] = work.get(part, 0.0) + new + one.prompt.output_tokens
+    mean = sum(work.values()) / parts
+    return float((sum(one * one for one in work.values()) / parts) ** 0.5 / mean) if mean else 0.0
+
+
+def _line(requests: Sequence[RecordedRequest], until_ms: float, lead_s: float) -> float:
+    """Return the arrivals per second `lead_s` after the recorded time, relative to those of its last MEASURED_SHARE:
     the value of a line through the arrivals of equal spans of time, as far as chance cannot explain it."""
     first_ms = requests[0].at_ms
     span_ms = (until_ms - first_ms) / TREND_SPANS
-    if span_ms <= 0:
-        return 1.0
     counts = [0] * TREND_SPANS
     for one in requests:
         counts[min(TREND_SPANS - 1, int((one.at_ms - first_ms) / span_ms))] += 1
@@ -105,4 +176,4 @@ def growth(requests: Sequence[RecordedRequest], until_ms: float, lead_s: float) 
     measured = TREND_SPANS * (1.0 - MEASURED_SHARE / 2) - 0.5  # the middle of the measured part
     level = mean + certain * (measured - middle)
     ahead = TREND_SPANS - 0.5 + lead_s * 1000.0 / span_ms - measured
-    return min(MAX_GROWTH, max(1.0 / MAX_GROWTH, 1.0 + certain * ahead / level)) if level > 0 else 1.0
+    return 1.0 + certain * ahead / level if level > 0 else 1.0

@@ -10,17 +10,20 @@ from typing import Final
 from zlib import crc32
 
 from warmroute.replay.planning.fleet_search import plan_fleet
-from warmroute.replay.planning.recorded_traffic import RecordedRequest
+from warmroute.replay.planning.recorded_traffic import RecordedRequest, recorded_until
 from warmroute.replay.simulation.world import World
 from warmroute.replay.workloads.workload_prompt import WorkloadPrompt
 from warmroute.scaling.fleet_plan import FleetPlan, PlanRequest
 
 REQUEST_CPU_S: Final = 0.0006
 """CPU time of one replayed request, so that results do not depend on the machine."""
+DURATIONS: Final = 500
+"""Requests that have ended last, for the time that requests take."""
 
 
 class SimulatedPlanning:
     def __init__(self, world: World, window_s: float, cpu_share: float) -> None:
+        self._world = world
         self._calendar = world.calendar
         self._window_ms = 1000.0 * window_s
         self._cpu_share = cpu_share
@@ -41,6 +44,10 @@ class SimulatedPlanning:
             recorded.popleft()
 
     def start(self, request: PlanRequest, done: Callable[[FleetPlan | None, str], object]) -> None:
-        plan = plan_fleet(request, list(self._recorded), self._calendar.now_ms)
+        now_ms = self._calendar.now_ms
+        until_ms = recorded_until(now_ms, self._world.results.latency_ms[-DURATIONS:])
+        request.lead_s += (now_ms - until_ms) / 1000.0
+        since_ms = now_ms - self._window_ms
+        plan = plan_fleet(request, [one for one in self._recorded if since_ms <= one.at_ms <= until_ms], until_ms)
         plan.cpu_s = REQUEST_CPU_S * plan.replayed_requests
         self._calendar.after(1000.0 * plan.cpu_s / self._cpu_share, done, plan, "")

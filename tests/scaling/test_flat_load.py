@@ -1,0 +1,95 @@
+"""A load that stays the same for hours: the fleet does, too. The replays are replaced by a formula, so that hours take
+no time; the forecast, the search, the planner and its memory are real."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from random import Random
+
+import pytest
+from recorded_loads import plan_request, recorded
+
+from warmroute.config import Objective, Scaling, ScalingReplay
+from warmroute.fleet.demand import DemandMeter
+from warmroute.replay.planning import fleet_search
+from warmroute.replay.planning.recorded_traffic import RecordedRequest, Sample
+from warmroute.scaling.fleet_plan import FleetNode, FleetPlan, PlanRequest, ReplayedFleet
+from warmroute.scaling.offer import OfferKey
+from warmroute.scaling.replay_planner import ReplayPlanner
+
+PER_NODE = 0.2
+"""Requests per second that a node serves within the objective."""
+STEEPNESS = 6
+"""Of the latency, as a power of the load."""
+HOURS, TURN_S = 6, 5.0
+
+
+class Formula:
+    """Stands for FleetReplay."""
+
+    def __init__(self, request: PlanRequest, sample: Sample, _pause: Callable[[], object]) -> None:
+        self.arrivals_per_s, self.tokens_per_s = sample.arrivals_per_s, sample.tokens_per_s
+        self.replays = self.requests = 0
+
+    def run(self, nodes: Sequence[FleetNode], load: float, offer: OfferKey | None = None) -> ReplayedFleet:
+        per_s = load * self.arrivals_per_s
+        return ReplayedFleet(
+            nodes=len(nodes),
+            usd_per_hour=2.0 * len(nodes),
+            offer=offer,
+            load=load,
+            arrivals_per_s=per_s,
+            tokens_per_s=load * self.tokens_per_s,
+            excess=(per_s / (PER_NODE * len(nodes))) ** STEEPNESS,
+        )
+
+
+class Router:
+    """Counts and records requests, searches, and has the nodes that its plans want."""
+
+    def __init__(self, requests: list[RecordedRequest], replay: ScalingReplay, search_s: float) -> None:
+        self.now_s, self.nodes, self.recorded = 0.0, 9, 1000
+        self.meter = DemandMeter()
+        self.planner = ReplayPlanner(
+            Scaling(enabled=True, objective=Objective(ttft_p90_ms=2000.0), replay=replay), self.meter, self
+        )
+        self._requests, self._times_ms = requests, [one.at_ms for one in requests]
+        self._replay, self._search_s = replay, search_s
+        self._ending: tuple[float, FleetPlan, Callable[[FleetPlan | None, str], object]] | None = None
+
+    def start(self, request: PlanRequest, done: Callable[[FleetPlan | None, str], object]) -> None:
+        now_ms, times_ms = 1000.0 * self.now_s, self._times_ms
+        since = bisect_left(times_ms, now_ms - 1000.0 * self._replay.window_s)
+        recent = self._requests[since : bisect_left(times_ms, now_ms)]
+        self._ending = self.now_s + self._search_s, fleet_search.plan_fleet(request, recent, now_ms), done
+
+    def turn(self) -> None:
+        self.now_s += TURN_S
+        self.meter.arrived = bisect_left(self._times_ms, 1000.0 * self.now_s)
+        self.planner.turn(self.now_s, self.nodes, lambda: plan_request(self.nodes, lead_s=240.0))
+        if self._ending is not None and self.now_s >= self._ending[0]:
+            _, plan, done = self._ending
+            self._ending = None
+            done(plan, "")
+            self.nodes = plan.desired_nodes
+
+
+@pytest.mark.parametrize("search_s", [20.0, 450.0])
+@pytest.mark.parametrize("seed", range(2))
+def test_the_fleet_stays_within_one_node(seed: int, search_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where five nodes are hardly enough, and if a search takes longer than the time between two of them."""
+    monkeypatch.setattr(fleet_search, "FleetReplay", Formula)
+    random, prompt, at_s = Random(seed), recorded(6.0, 10.0)[0].prompt, 0.0
+    requests: list[RecordedRequest] = []
+    while (at_s := at_s + random.expovariate(0.88)) < 3600.0 * HOURS:
+        requests.append(RecordedRequest(prompt, 1000.0 * at_s, len(requests)))
+    router = Router(requests, ScalingReplay(), search_s)
+    seen: list[int] = []
+    while router.now_s < 3600.0 * HOURS:
+        router.turn()
+        if router.now_s > 7200.0:
+            seen.append(router.nodes)
+    assert set(seen) <= {5, 6}
+    assert sum(before != after for before, after in pairwise(seen)) <= HOURS
