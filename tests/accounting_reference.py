@@ -224,7 +224,9 @@ class ReferenceTicket:
                 self.due_s = max(arrives_s, ahead[-1].due_s) + prefill * ms_per_token / 1000.0
             else:
                 self.due_s = arrives_s + node.remaining_work(now_s) * ms_per_token / 1000.0
-            self.due_s = max([self.due_s, *node.unstreamed.values()])
+            self.due_s = min(self.due_s, arrives_s + max(0.0, node.pending_work) * ms_per_token / 1000.0)
+            for before in node.unstreamed:  # work ahead may have ended early
+                before.due_s = node.unstreamed[before] = min(before.due_s, self.due_s)
             node.unstreamed[self] = self.due_s
 
     def prefilled(self, now_s: float) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 from test_cluster_state import Process, exchange
 
+from warmroute._kernel import TicketState
 from warmroute.cluster.cluster_turns import ClusterTurns
 from warmroute.cluster.peer import Peer
 from warmroute.config import Health, Index, NodeConfig
 from warmroute.config.priority import HIGH, NORMAL
+from warmroute.fleet.decode_speed import DecodeSpeed
 from warmroute.fleet.fleet import Fleet
 from warmroute.fleet.node import Outcome
 from warmroute.fleet.ticket import Ticket
@@ -178,3 +180,18 @@ def test_nodes_that_left_are_forgotten() -> None:
         assert not turns.is_ours(node, NORMAL, 1000.0, float(number))
         fleet.remove(node.name)
     assert len(turns._yields_since_s) < 200
+
+
+def test_an_unstreamed_prompt_is_due_after_those_of_peers() -> None:
+    ours, theirs = processes = [Process(f"p{at}", nodes=1) for at in range(2)]
+    exchange(*processes)
+    decode_speed, now_s = DecodeSpeed(), ours.now_s
+    first, second, peers = TicketState(), TicketState(), TicketState()
+    first.open(ours.node(), now_s, decode_speed, False, 2000, 2000, 2000.0)  # 100 ms
+    peers.open(theirs.node(), now_s, decode_speed, False, 4000, 4000, 4000.0)  # 200 ms
+    exchange(*processes)
+    second.open(ours.node(), now_s + 0.05, decode_speed, False, 2000, 2000, 2000.0)
+    ours.node().assume_prefilled(now_s + 0.3)
+    assert ours.node().unstreamed_prefills == 1
+    ours.node().assume_prefilled(now_s + 0.5)
+    assert ours.node().unstreamed_prefills == 0

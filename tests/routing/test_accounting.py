@@ -184,6 +184,18 @@ def test_an_unstreamed_prompt_is_due_after_what_is_left_of_those_before_it(first
     assert node.unstreamed_prefills == 0, "all of them are done as soon as the node could do it"
 
 
+def test_unstreamed_prompts_are_due_earlier_once_work_ahead_ended_early() -> None:
+    node, decode_speed = make_node(), DecodeSpeed()
+    long, *others = [TicketState() for _ in range(4)]
+    long.open(node, 1.0, decode_speed, False, 100_000, 100_000, 100_000.0)  # 5 s
+    others[0].open(node, 1.1, decode_speed, False, 2000, 2000, 2000.0)
+    long.release(Outcome.CANCELLED, 1.2)
+    others[1].open(node, 1.3, decode_speed, False, 2000, 2000, 2000.0)
+    others[2].open(node, 1.35, decode_speed, False, 2000, 2000, 2000.0)
+    node.assume_prefilled(1.75)
+    assert node.unstreamed_prefills == 0 and node.pending_work == 0
+
+
 def test_a_prompt_is_alone_if_the_next_one_comes_in_the_second_half_of_its_time() -> None:
     node, decode_speed = make_node(), DecodeSpeed()
     for at in range(3):

@@ -8,6 +8,7 @@ from random import Random
 import pytest
 from routing_harness import FakeRequest, RoutingHarness, one_busy_node, prompt
 
+from warmroute.cluster.cluster_turns import ClusterTurns
 from warmroute.config import Admission as AdmissionConfig
 from warmroute.config import RouteConfig
 from warmroute.config.priority import HIGH, LOW, NORMAL
@@ -248,3 +249,17 @@ def test_the_queue_knows_how_many_requests_wait_for_each_node() -> None:
             expected.setdefault(queued.decision.entry_node, Counter())[key] += 1
         assert queue.waiting_for == expected, "a node without waiting requests is forgotten"
     assert len(requests) > 100 and running
+
+
+def test_among_processes_requests_over_their_threshold_do_not_hold_up_others() -> None:
+    harness = RoutingHarness(1)
+    node = harness.nodes[0]
+    harness.admission.reconfigure(AdmissionConfig(), (RouteConfig(name="careful", queue_threshold=2),))
+    harness.admission.turns = ClusterTurns({}, lambda: None)
+    running = harness.busy(node)
+    waiting = [harness.submit(500, route="careful") for _ in range(3)]
+    assert all(one.queued for one in waiting)
+    running.first_token(harness.now_s, False)
+    harness.busy(node, 10)
+    node.waiting = 5
+    assert harness.submit(4000).events == ["admitted"]

@@ -471,12 +471,14 @@ static void add_prompt(TicketState *t, NodeState *node, double now_s) {
     assume_prefilled(node, now_s);
     const TicketState *ahead = t->is_prefilling ? t->earlier : node->last_prefill;
     double arrives_s = now_s + node->round_trip_ms / 1000.0, ms_per_token = speed_of(node)->ms_per_token;
-    if (ahead && ahead->is_unstreamed)
+    if (ahead && ahead->is_unstreamed && node->peer_pending_work < 1.0)
         t->prefill_due_s = larger(arrives_s, ahead->prefill_due_s) + t->unlearned_work * ms_per_token / 1000.0;
     else
         t->prefill_due_s = arrives_s + remaining_work(node, now_s) * ms_per_token / 1000.0;
-    if (node->last_unstreamed)
-        t->prefill_due_s = larger(t->prefill_due_s, node->last_unstreamed->prefill_due_s);
+    /* Work ahead may have ended early: then those before it are due earlier, too. */
+    t->prefill_due_s = smaller(t->prefill_due_s, arrives_s + larger(0.0, node->pending_work) * ms_per_token / 1000.0);
+    for (TicketState *before = node->last_unstreamed; before && before->prefill_due_s > t->prefill_due_s; before = before->previous)
+        before->prefill_due_s = t->prefill_due_s;
     list_unstreamed(node, t);
 }
 

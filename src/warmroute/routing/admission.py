@@ -106,9 +106,13 @@ class Admission:
                 demand_meter.arrived += 1
             decision, has_room = self._check_room(request, decision, now_s)
             while has_room and self._comes_after(request, decision, now_s):
-                if not self._admit_before(request, decision, now_s):
-                    has_room = self.turns is None  # else it may be a peer's turn
+                first = self._first_for(decision.entry_node, now_s)
+                if first is None or queue.goes_before(request, decision, *first, now_s):
                     break
+                if not self._has_turn(decision.entry_node, *first, now_s):
+                    has_room = False
+                    break
+                self._admit(*first, now_s)
                 decision = self._router.decide(request, now_s, pending.lookup)
                 decision, has_room = self._check_room(request, decision, now_s)
         except NoNodeAvailable:
@@ -165,16 +169,6 @@ class Admission:
             for queued in self.queue.waiting_before(request, decision, now_s):
                 work_ms += queued.prefill_ms if not self._over_threshold(queued.pending.request, node) else 0.0
         return not work_ms or self.has_room(node, now_s, work_ms)
-
-    def _admit_before(self, request: RoutingRequest, decision: Decision, now_s: float) -> bool:
-        """Admit a queued request that waits for the same node and comes before this new one. Return whether one did."""
-        if (chosen := self._next_for(decision.entry_node, now_s)) is None:
-            return False
-        key, queued, by_guarantee = chosen
-        if not by_guarantee and self.queue.goes_before(request, decision, key, queued, now_s):
-            return False
-        self._admit(key, queued, by_guarantee, now_s)
-        return True
 
     def _fits(self, request: RoutingRequest, decision: Decision, now_s: float) -> bool:
         return decision.index < 0 or not self._queues(request) or self.has_room(decision.entry_node, now_s)
@@ -270,8 +264,16 @@ class Admission:
             self._filling.clear()
 
     def _fill(self, node: Node, now_s: float) -> None:
-        while self.queue.tenants and self.has_room(node, now_s) and (chosen := self._next_for(node, now_s)):
-            self._admit(*chosen, now_s)
+        while self.queue.tenants and self.has_room(node, now_s):
+            first = self._first_for(node, now_s)
+            if first is None or not self._has_turn(node, *first, now_s):
+                return
+            self._admit(*first, now_s)
+
+    def _has_turn(self, node: Node, key: Key, queued: QueuedRequest, by_guarantee: bool, now_s: float) -> bool:
+        """Return False if a peer's request comes before this one."""
+        turns = self.turns
+        return turns is None or by_guarantee or turns.is_ours(node, key[0], queued.effective_key(now_s), now_s)
 
     def _admit(self, key: Key, queued: QueuedRequest, by_guarantee: bool, now_s: float) -> None:
         self.queue.charge(key, queued, now_s, by_guarantee)
@@ -280,9 +282,9 @@ class Admission:
         queued.pending.on_admitted(queued.decision)
         self._version += 1
 
-    def _next_for(self, node: Node, now_s: float) -> tuple[Key, QueuedRequest, bool] | None:
+    def _first_for(self, node: Node, now_s: float) -> tuple[Key, QueuedRequest, bool] | None:
         """Return the first request for this node, or a trial request for a half-open node; whether by its guarantee."""
-        queue, turns = self.queue, self.turns
+        queue = self.queue
         without_low = self._limits.half_full and queue.has_higher_priority
         has_overdue = queue.guarantee.find_overdue(now_s)
         overdue = self._overdue_turns.next_for(node, without_low, now_s) if has_overdue else None
@@ -295,8 +297,6 @@ class Admission:
             if best is not None and best.is_overdue and now_s > best.cheaper_s + GRACE_S:
                 best = self._overdue_turns.oldest_of(key, node, now_s) or best
             if best is not None and queue.contains(key, best):
-                if turns is not None and not turns.is_ours(node, key[0], best.effective_key(now_s), now_s):
-                    return None
                 return key, best, False
         return None
 

@@ -323,12 +323,17 @@ class AdmissionQueue:
             return False
         if self.guarantee.next_overdue(node) is not None:
             return True
+        own_key = (request.priority, request.tenant)
+        own_work_ms = self._admitted_work_ms(own_key)
         for key in tenants:
             if key[0] > request.priority:
                 continue
-            for head in self.tenants[key].by_work.heads_for(node):
-                if not self._is_before(request, decision, key, head, now_s):
-                    return True
+            if key[0] < request.priority or (key != own_key and own_work_ms >= self.tenants[key].work_ms):
+                return True
+            if key == own_key:
+                for head in self.tenants[key].by_work.heads_for(node):
+                    if not self._is_before(request, decision, key, head, now_s):
+                        return True
         return False
 
     def waiting_before(self, request: RoutingRequest, decision: Decision, now_s: float) -> Iterator[QueuedRequest]:
@@ -354,9 +359,18 @@ class AdmissionQueue:
                 yield queued
 
     def goes_before(
-        self, request: RoutingRequest, decision: Decision, key: Key, queued: QueuedRequest, now_s: float
+        self,
+        request: RoutingRequest,
+        decision: Decision,
+        key: Key,
+        queued: QueuedRequest,
+        by_guarantee: bool,
+        now_s: float,
     ) -> bool:
-        """Return whether a new request goes before the first queued one for its node."""
+        """Return whether a new request goes before the first queued one for its node. `by_guarantee`: that one goes
+        first by its guarantee."""
+        if by_guarantee:
+            return False
         if queued.is_overdue and key == (request.priority, request.tenant):  # it goes instead of one with less work
             return False
         return self._is_before(request, decision, key, queued, now_s)
