@@ -199,6 +199,31 @@ class OverloadedNodes:
         harness.now_s = now_s
 
 
+def test_a_guarantee_counts_a_long_prompt_that_never_waited() -> None:
+    harness = RoutingHarness(1)
+    running = harness.busy(harness.nodes[0], 150_000)
+    request = harness.submit(100)
+    for _ in range(17):
+        harness.advance(1.0)
+        harness.tick()
+    assert request.queued
+    harness.free(running)
+    guarantee = harness.admission.queue.guarantee
+    assert request.events == ["admitted"] and guarantee.exceeded == 0 and 0.0 < guarantee.longest_wait_ratio < 1.0
+
+
+def test_a_guarantee_counts_a_long_prompt_that_was_sent_while_it_waited() -> None:
+    harness, running = one_busy_node()
+    patient = harness.submit(8000)
+    harness.advance(0.25)
+    urgent = harness.submit(200_000, priority=HIGH)
+    harness.close(running)
+    assert urgent.events == ["admitted"]
+    harness.advance(60.0)
+    urgent.finish()
+    assert patient.events == ["admitted"] and harness.admission.queue.guarantee.exceeded == 0
+
+
 def guaranteed_s(work_s: float, ahead_s: float, longest_s: float, nodes: int) -> float:
     """The formula of docs/concepts/admission.md."""
     return GRACE_S + PATIENCE * work_s + (longest_s + ahead_s / nodes) / SHARE

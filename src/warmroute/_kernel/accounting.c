@@ -477,8 +477,8 @@ static void add_prompt(TicketState *t, NodeState *node, double now_s) {
         t->prefill_due_s = arrives_s + remaining_work(node, now_s) * ms_per_token / 1000.0;
     /* Work ahead may have ended early: then those before it are due earlier, too. */
     t->prefill_due_s = smaller(t->prefill_due_s, arrives_s + larger(0.0, node->pending_work) * ms_per_token / 1000.0);
-    for (TicketState *before = node->last_unstreamed; before && before->prefill_due_s > t->prefill_due_s; before = before->previous)
-        before->prefill_due_s = t->prefill_due_s;
+    for (TicketState *one = node->last_unstreamed; one && one->prefill_due_s > t->prefill_due_s; one = one->previous)
+        one->prefill_due_s = t->prefill_due_s;
     list_unstreamed(node, t);
 }
 

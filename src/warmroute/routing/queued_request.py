@@ -70,6 +70,8 @@ class QueuedRequest:
     is_overdue: bool = False
     work_ahead: float = 0.0
     """Prefill work of the requests that waited when it was queued."""
+    work_on_node: float = 0.0
+    """Prefill work that its node had then, of requests that may never have waited."""
 
     def __init__(
         self, pending: PendingRequest, decision: Decision, group: Group, number: int, order: QueueOrder

@@ -44,7 +44,7 @@ class WaitingGuarantee:
         self._work = 0.0
         """Prefill work of all queued requests, in tokens of a short prompt: the nodes' speeds may not be known yet."""
         self._longest = 0.0
-        """Longest prefill of a request so far, likewise."""
+        """Longest prefill of a request that was queued, or sent while others waited, so far; likewise."""
         self._credit_ms: dict[Node, float] = {}
         self.longest_wait_ratio = 0.0
         """Largest wait of an admitted request, relative to its guarantee."""
@@ -58,7 +58,7 @@ class WaitingGuarantee:
             return
         work_ms = queued.prefill_ms
         queued.work = work_ms / queued.decision.node.speed.ms_per_token
-        queued.work_ahead = self._work
+        queued.work_ahead, queued.work_on_node = self._work, queued.decision.entry_node.pending_work
         queued.due_s = queued.pending.request.arrived_s + GRACE_S + PATIENCE * work_ms / 1000.0
         self._work += queued.work
         self._longest = max(self._longest, queued.work)
@@ -111,6 +111,7 @@ class WaitingGuarantee:
     def admitted(self, node: Node, work_ms: float) -> None:
         """A node gets a request with this much prefill."""
         if self._share:
+            self._longest = max(self._longest, work_ms / node.speed.ms_per_token)
             credit_ms = self._credit_ms.get(node, 0.0) + self._share * work_ms
             self._credit_ms[node] = credit_ms if self._overdue.all else min(0.0, credit_ms)
 
@@ -134,5 +135,6 @@ class WaitingGuarantee:
         nodes = query.candidates.nodes if query is not None else (node,)
         ms_per_token = node.speed.ms_per_token
         all_nodes_ms_per_token = 1.0 / sum(1.0 / one.speed.ms_per_token for one in nodes)
-        turn_ms = self._longest * ms_per_token + queued.work_ahead * all_nodes_ms_per_token
+        longest = max(self._longest, queued.work_on_node)
+        turn_ms = longest * ms_per_token + queued.work_ahead * all_nodes_ms_per_token
         return GRACE_S + (PATIENCE * queued.work * ms_per_token + turn_ms / self._share) / 1000.0
