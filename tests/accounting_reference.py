@@ -31,6 +31,7 @@ from warmroute._kernel import (
     SPEED_MAX_FACTOR,
     SPEED_MIN_KEPT,
     STEP_FALL,
+    STEP_MAX_FACTOR,
     STEP_RISE,
     STEP_WORK,
     TTFT_BOUNDS_MS,
@@ -257,6 +258,8 @@ class ReferenceTicket:
         node = self.node
         busy = node.inflight + node.other_load > 1
         step_ms = decode_speed.token_ms(node.context_tokens) * node.speed.factor if busy else 0.0
+        if node.speed._step_ms > 0.0:
+            step_ms = min(step_ms, STEP_MAX_FACTOR * node.speed._step_ms)
         arrived_s = self.opened_s + node.round_trip_ms / 1000.0
         if arrived_s >= now_s:
             arrived_s = self.opened_s

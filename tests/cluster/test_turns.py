@@ -146,11 +146,14 @@ def test_an_idle_node_is_not_left_to_a_peer_whose_request_has_gone() -> None:
 
 
 def test_room_before_the_first_token_is_not_kept_for_the_process_that_sent_the_prompt() -> None:
-    """A node works on a prompt of a. Only a could tell that it is nearly done: then a would take each room, and b's
-    requests would wait for ever."""
+    """A node works on a prompt of a. Only a can tell that it is nearly done. If a took each room, b's request would wait
+    for ever."""
     a, b = Process("a", nodes=1), Process("b", nodes=1)
-    first = Pending(a, 0, 8000)
+    first, waiting = Pending(a, 0, 8000), Pending(b, 1, 8000)
     a.admission.submit(first, a.now_s)
+    exchange(a, b)
+    b.admission.submit(waiting, b.now_s)
+    assert waiting.sent_s is None
     exchange(a, b)
     for process in (a, b):
         process.now_s += 0.4
@@ -158,6 +161,16 @@ def test_room_before_the_first_token_is_not_kept_for_the_process_that_sent_the_p
     first.ticket.first_token(a.now_s)
     exchange(a, b)
     assert [process.admission.has_room(process.node(), process.now_s) for process in (a, b)] == [True, True]
+
+
+def test_a_process_sees_room_before_the_first_token_if_no_peer_uses_the_node() -> None:
+    a, b = Process("a", nodes=1), Process("b", nodes=1)
+    first = Pending(a, 0, 8000)
+    a.admission.submit(first, a.now_s)
+    exchange(a, b)
+    for process in (a, b):
+        process.now_s += 0.4
+    assert [process.admission.has_room(process.node(), process.now_s) for process in (a, b)] == [True, False]
 
 
 def test_a_process_without_peers_sees_room_before_the_first_token() -> None:

@@ -542,6 +542,8 @@ static int is_alone(const TicketState *t, const NodeState *node, double now_s) {
 static void learn_prefill(TicketState *t, NodeState *node, double now_s) {
     SpeedState *speed = speed_of(node);
     double step_ms = load_of(node) > 1 ? decode_ms(t->decode_speed, (double)node->context_tokens) * speed->factor : 0.0;
+    if (speed->step_ms > 0.0) /* short answers that stop for a prefill seem to have long steps */
+        step_ms = smaller(step_ms, STEP_MAX_FACTOR * speed->step_ms);
     double arrived_s = t->opened_s + node->round_trip_ms / 1000.0; /* the network's time is not the node's */
     if (arrived_s >= now_s)                                        /* then the round trip is shorter than configured */
         arrived_s = t->opened_s;

@@ -29,6 +29,9 @@ SPEED_DECAY_S: Final[float]
 SPEED_MIN_KEPT: Final[float]
 SPEED_MAX_FACTOR: Final[float]
 """One observation counts as at most this many times slower than the estimate. The next ones may confirm it."""
+STEP_MAX_FACTOR: Final[float]
+"""A step counts as at most this many times as long as an uninterrupted one. The tokens of a short answer that stops for
+a prefill seem to take far longer, and nothing of a first token's time would be left for its own prefill."""
 CARRIED_MAX_FACTOR: Final[float]
 """A first token that is charged with what the last one's time has left counts as at most this many times slower."""
 PREFILL_MIN_SHARE: Final[float]

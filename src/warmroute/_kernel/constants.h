@@ -69,6 +69,7 @@
     X(SPEED_DECAY_S, 15.0)                                                                                                 \
     X(SPEED_MIN_KEPT, 0.7)                                                                                                 \
     X(SPEED_MAX_FACTOR, 4.0)                                                                                               \
+    X(STEP_MAX_FACTOR, 4.0 )                                                                                               \
     X(CARRIED_MAX_FACTOR, 2.0)                                                                                             \
     X(PREFILL_MIN_SHARE, 0.5)                                                                                              \
     X(DECODE_FACTOR_WEIGHT, 0.05)                                                                                          \

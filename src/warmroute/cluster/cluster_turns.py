@@ -7,9 +7,9 @@ keeps the guarantee of its own requests. The order between tenants is kept withi
 
 Two processes can still send to a node at the same time: each knows only what the other published. `work_left` assumes
 that each peer has sent the node as much since its last message as this process has. So all processes together exceed
-the limit of a node by at most one prompt each. Only the process that sent a node's first prompt could tell how much of
-it is prefilled, and would always be the first to see that the node has room. So with peers all of it counts until its
-first token comes.
+the limit of a node by at most one prompt each. Only the process that sent a node's first prompt can tell how much of it
+is prefilled. If it always used that, it would be the first to see that the node has room, each time. So all of the
+prompt counts until its first token comes if a peer has prompts there, or requests that wait for the node.
 """
 
 from __future__ import annotations
@@ -63,7 +63,9 @@ class ClusterTurns:
         self._changed()
 
     def work_left(self, node: Node, now_s: float) -> float:
-        peers = len(self._peers)
+        peers, name = self._peers, node.name
         if not peers:
             return node.remaining_work(now_s)
-        return node.pending_work + peers * max(0.0, node.own_pending_work - node.published_work)
+        is_shared = node.peer_pending_work >= 1.0 or any(name in peer.heads for peer in peers.values())
+        work = node.pending_work if is_shared else node.remaining_work(now_s)
+        return work + len(peers) * max(0.0, node.own_pending_work - node.published_work)
