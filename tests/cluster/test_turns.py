@@ -146,8 +146,8 @@ def test_an_idle_node_is_not_left_to_a_peer_whose_request_has_gone() -> None:
 
 
 def test_room_before_the_first_token_is_not_kept_for_the_process_that_sent_the_prompt() -> None:
-    """A node works on a prompt of a. Only a can tell that it is nearly done. If a took each room, b's request would wait
-    for ever."""
+    """A node works on a prompt of a. Only a can tell that it is nearly done. If a took each room, b's request would
+    wait for ever."""
     a, b = Process("a", nodes=1), Process("b", nodes=1)
     first, waiting = Pending(a, 0, 8000), Pending(b, 1, 8000)
     a.admission.submit(first, a.now_s)
