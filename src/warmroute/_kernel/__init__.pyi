@@ -19,5 +19,6 @@ from warmroute._kernel.peer_load import *
 from warmroute._kernel.price import *
 from warmroute._kernel.recency import *
 from warmroute._kernel.routing_hash import *
+from warmroute._kernel.socket_poller import *
 from warmroute._kernel.traffic import *
 from warmroute._kernel.usage import *

@@ -4,6 +4,7 @@
  * - As for heads (http_head.c): what is not covered by the grammar of RFC 9112 is an error, and every line has a limit.
  * - A call takes all of its bytes or none of them: after BadChunk the reader is in the state it was in before.
  */
+#include "http_chunks.h"
 #include "http_fields.h"
 
 #define MAX_SIZE_DIGITS 15
@@ -186,6 +187,19 @@ static PyObject *reader_feed(ChunkReader *self, PyObject *const *args, Py_ssize_
     return PyLong_FromSsize_t(after.state == ENDED && end > data ? end - data : -1);
 }
 
+int chunks_continue(PyObject *reader, const char *data, size_t bytes) {
+    ChunkReader *self = (ChunkReader *)reader;
+    chunk_state after = self->at;
+    if (!follow(&after, data, data + bytes, NULL)) {
+        PyErr_Clear();
+        return 0;
+    }
+    if (after.state == ENDED)
+        return 0;
+    self->at = after;
+    return 1;
+}
+
 static PyObject *reader_padding_to_chunk_end(ChunkReader *self, PyObject *unused) {
     const char *line_end = "";
     unsigned long long left = self->at.left;
@@ -239,7 +253,7 @@ static PyMethodDef reader_methods[] = {
      "Return blank bytes that complete the current chunk, so that another may follow; None if there are none."},
     NO_METHOD};
 
-static PyTypeObject ChunkReaderType = {
+PyTypeObject ChunkReaderType = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = MODULE "ChunkReader",
     .tp_doc = "Follows the chunks of one message.",
     .tp_basicsize = sizeof(ChunkReader),

@@ -13,7 +13,7 @@ import struct
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
-from warmroute._kernel import read_request_head
+from warmroute._kernel import SocketTransport, read_request_head
 from warmroute.edge import errors
 from warmroute.edge.body_reader import BodyReader
 from warmroute.edge.errors import HttpError
@@ -393,10 +393,17 @@ class ClientConnection:
         """
         self._exchange = None
         if reset:
-            ending = self.transport.get_extra_info("socket")
-            if ending is not None:
-                ending.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+            self._reset_on_close()
         self._close()
+
+    def _reset_on_close(self) -> None:
+        transport = self.transport
+        if isinstance(transport, SocketTransport):
+            transport.reset_on_close()
+            return
+        ending = transport.get_extra_info("socket")
+        if ending is not None:
+            ending.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
 
     def reply(self, status: int, body: bytes, headers: Headers = (), content_type: str = "application/json") -> None:
         """Write a whole response of the router itself."""

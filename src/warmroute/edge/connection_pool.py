@@ -13,6 +13,7 @@ from typing import Any, Final
 from warmroute.config import ConfigError
 from warmroute.config import Upstream as UpstreamConfig
 from warmroute.edge.node_connection import ConnectFailure, NodeConnection, ResponseHandler
+from warmroute.edge.plain_sockets import PlainSockets
 from warmroute.edge.timer_wheel import NEVER, TimerWheel
 from warmroute.event_log import EventLog
 from warmroute.fleet.node import Node
@@ -28,8 +29,10 @@ _LOCAL: Final = {errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS,
 class ConnectionPools:
     """The pools of all nodes. Each is created when it is first needed."""
 
-    def __init__(self, config: UpstreamConfig, timers: TimerWheel) -> None:
+    def __init__(self, config: UpstreamConfig, timers: TimerWheel, plain: PlainSockets | None = None) -> None:
+        """`plain` serves connections without TLS; None, or not started: the event loop does."""
         self._timers = timers
+        self._plain = plain
         self._pools: dict[Node, ConnectionPool] = {}
         self._config = config
         self._tls = node_tls(config)
@@ -53,7 +56,7 @@ class ConnectionPools:
     def for_node(self, node: Node) -> ConnectionPool:
         pool = self._pools.get(node)
         if pool is None:
-            pool = self._pools[node] = ConnectionPool(node, self._config, self._timers, self._tls)
+            pool = self._pools[node] = ConnectionPool(node, self._config, self._timers, self._tls, self._plain)
         return pool
 
     def drop_changed_keys(self) -> None:
@@ -75,8 +78,12 @@ class ConnectionPools:
 class ConnectionPool:
     """The connections to one node. The idle connection that was used last is taken first."""
 
-    def __init__(self, node: Node, config: UpstreamConfig, timers: TimerWheel, tls: ssl.SSLContext | None) -> None:
+    def __init__(
+        self, node: Node, config: UpstreamConfig, timers: TimerWheel, tls: ssl.SSLContext | None,
+        plain: PlainSockets | None = None,
+    ) -> None:  # fmt: skip
         self.config = config
+        self._plain = plain
         self.timers = timers
         self._host, self._port = host, port = node.host, node.port
         self._uses_tls = node.scheme == "https"
@@ -127,13 +134,16 @@ class ConnectionPool:
         new_connection: Any = self._new_connection
         try:
             async with asyncio.timeout(timeout_s):
-                _transport, connection = await loop.create_connection(
-                    new_connection,
-                    self._host,
-                    self._port,
-                    ssl=self._tls,
-                    server_hostname=self._host if self._tls else None,
-                )
+                if self._tls is None and self._plain is not None and self._plain.started:
+                    connection = await self._plain.connect(self._host, self._port, self._new_connection)
+                else:
+                    _transport, connection = await loop.create_connection(
+                        new_connection,
+                        self._host,
+                        self._port,
+                        ssl=self._tls,
+                        server_hostname=self._host if self._tls else None,
+                    )
         except TimeoutError:
             handler.connect_failed(ConnectFailure.TRANSIENT, f"connecting to the node took longer than {timeout_s:g} s")
         except ssl.SSLError as error:

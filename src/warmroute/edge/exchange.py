@@ -264,6 +264,8 @@ class ProxyExchange:
         detector = detector_for(head) if self._events else None
         if detector is None or detector.feed(first):
             attempts.first_token(now_s)
+            if length == CHUNKED and not whole:
+                self._relay(attempt)
             return write
         self._first_token_detector = detector
         self._sink = write
@@ -275,7 +277,14 @@ class ProxyExchange:
             attempt = self._attempt
             if attempt is not None and attempt.connection is not None:
                 attempt.connection.replace_sink(self._sink)
+                self._relay(attempt)
             self.attempts.first_token(self._proxy.now())
+
+    def _relay(self, attempt: NodeAttempt) -> None:
+        """The rest of the response's chunks needs nothing but to be passed on."""
+        if attempt.connection is not None and self._dechunk is None:
+            keep = self._tail.append if isinstance(self._tail, deque) else None
+            attempt.connection.relay(self._client.transport, keep)
 
     @staticmethod
     def _keeping_tail(write: Callable[[bytes], object], tail: deque[bytes]) -> Callable[[bytes], object]:

@@ -11,6 +11,7 @@ import stat
 from typing import Any, Final, Protocol
 
 from warmroute.config import ConfigError, Limits
+from warmroute.edge.plain_sockets import PlainSockets, Server
 
 BACKLOG: Final = 4096
 """Connections that the kernel holds until the router accepts them."""
@@ -37,31 +38,58 @@ def server_tls(cert: str, key: str) -> ssl.SSLContext | None:
     return context
 
 
-async def listen_tcp(listener: Listener, host: str, port: int, tls: ssl.SSLContext | None = None) -> asyncio.Server:
-    """Raises ConfigError if the address is unusable."""
+async def listen_tcp(
+    listener: Listener, host: str, port: int, tls: ssl.SSLContext | None = None, plain: PlainSockets | None = None
+) -> Server:
+    """`plain` serves connections without TLS; None: the event loop does. Raises ConfigError if the address is
+    unusable."""
     loop = asyncio.get_running_loop()
     options = _options(listener, tls)
     try:
+        if plain is not None and tls is None:
+            return plain.listen(listener.protocol, await _bind(host, port))
         if host == "::":  # one socket for IPv4 and IPv6, which asyncio does not create by itself
-            dual_stack = socket.create_server(
-                ("::", port), family=socket.AF_INET6, backlog=BACKLOG, dualstack_ipv6=socket.has_dualstack_ipv6()
-            )
-            return await loop.create_server(listener.protocol, sock=dual_stack, **options)
+            return await loop.create_server(listener.protocol, sock=_dual_stack(port), **options)
         return await loop.create_server(listener.protocol, host, port, **options)
     except OSError as error:
         raise ConfigError(f"cannot listen on {host}:{port}: {_advice(error, host)}") from None
 
 
 async def listen_inherited(
-    listener: Listener, inherited: socket.socket, tls: ssl.SSLContext | None = None
-) -> asyncio.Server:
+    listener: Listener, inherited: socket.socket, tls: ssl.SSLContext | None = None, plain: PlainSockets | None = None
+) -> Server:
     """Accept connections of a socket that another process listens on, too: systemd."""
     inherited.setblocking(False)
+    if plain is not None and tls is None:
+        return plain.listen(listener.protocol, [inherited])
     options = _options(listener, tls)
     loop = asyncio.get_running_loop()
     if inherited.family == socket.AF_UNIX:
         return await loop.create_unix_server(listener.protocol, sock=inherited, **options)
     return await loop.create_server(listener.protocol, sock=inherited, **options)
+
+
+async def _bind(host: str, port: int) -> list[socket.socket]:
+    """Listen on every address of a host. Raises OSError."""
+    if host == "::":
+        return [_dual_stack(port)]
+    loop = asyncio.get_running_loop()
+    found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    sockets: list[socket.socket] = []
+    try:
+        for family, address in dict.fromkeys((family, address) for family, _kind, _proto, _name, address in found):
+            sockets.append(socket.create_server(address, family=family, backlog=BACKLOG))
+    except BaseException:
+        for one in sockets:
+            one.close()
+        raise
+    return sockets
+
+
+def _dual_stack(port: int) -> socket.socket:
+    return socket.create_server(
+        ("::", port), family=socket.AF_INET6, backlog=BACKLOG, dualstack_ipv6=socket.has_dualstack_ipv6()
+    )
 
 
 def _options(listener: Listener, tls: ssl.SSLContext | None) -> dict[str, Any]:
@@ -76,9 +104,7 @@ def open_tcp_socket(host: str, port: int) -> socket.socket:
     """Return a listening socket that other processes can serve. Raises ConfigError if the address is unusable."""
     try:
         if host == "::":
-            return socket.create_server(
-                ("::", port), family=socket.AF_INET6, backlog=BACKLOG, dualstack_ipv6=socket.has_dualstack_ipv6()
-            )
+            return _dual_stack(port)
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as error:
@@ -112,8 +138,12 @@ def _advice(error: OSError, host: str) -> str:
     return error.strerror or str(error)
 
 
-async def listen_unix(listener: Listener, path: str, tls: ssl.SSLContext | None = None) -> asyncio.Server:
+async def listen_unix(
+    listener: Listener, path: str, tls: ssl.SSLContext | None = None, plain: PlainSockets | None = None
+) -> Server:
     """Replaces a socket file that no process listens on any more. Raises ConfigError if the path is unusable."""
+    if plain is not None and tls is None:
+        return plain.listen(listener.protocol, [open_unix_socket(path)])
     loop = asyncio.get_running_loop()
     _remove_stale_socket(path)
     try:

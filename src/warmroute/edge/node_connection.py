@@ -12,7 +12,7 @@ import enum
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from warmroute._kernel import read_response_head
+from warmroute._kernel import SocketTransport, read_response_head
 from warmroute.edge.http1 import CHUNKED, UNTIL_CLOSE, BadChunk, BrokenResponse, ChunkReader, ResponseHead
 from warmroute.edge.piecewise_writer import PIECE_BYTES, PiecewiseWriter
 from warmroute.edge.timer_wheel import NEVER
@@ -76,7 +76,7 @@ class ResponseHandler(Protocol):
 class NodeConnection:
     __slots__ = (
         "_buffer", "_frames", "_handler", "_held_head", "_informational", "_keep_alive", "_missing_bytes", "_now",
-        "_paused", "_pool", "_served_before", "_silence_timeout_s", "_sink", "_state", "_writer", "bucket",
+        "_paused", "_pool", "_relays", "_served_before", "_silence_timeout_s", "_sink", "_state", "_writer", "bucket",
         "deadline_s", "transport",
     )  # fmt: skip
 
@@ -101,6 +101,8 @@ class NodeConnection:
         self._missing_bytes = 0
         self._keep_alive = True
         self._paused = False
+        self._relays = False
+        """The kernel passes chunks to the client."""
         self._silence_timeout_s = 0.0
         self._writer: PiecewiseWriter | None = None
         """Writes the rest of a large body."""
@@ -134,6 +136,16 @@ class NodeConnection:
     def replace_sink(self, sink: Callable[[bytes], object]) -> None:
         """Pass the rest of the response's body to `sink`."""
         self._sink = sink
+
+    def relay(self, client: object, keep: Callable[[bytes], object] | None) -> None:
+        """Let the kernel pass the chunks that do not end the response to `keep` and to this transport of a client,
+        where it can. The last bytes, and what breaks the response, still come here, and go to the sink."""
+        transport = self.transport
+        if self._frames is None or not isinstance(transport, SocketTransport):
+            return
+        if isinstance(client, SocketTransport):
+            transport.relay(client, self._frames, keep)
+            self._relays = True
 
     def pause(self) -> None:
         """Stop reading until `resume`: the client reads more slowly than the node sends."""
@@ -294,6 +306,9 @@ class NodeConnection:
         handler, self._handler = self._handler, None
         self._frames = None
         self._sink = _no_sink
+        if self._relays:
+            self._relays = False
+            self.transport.stop_relay()
         writer, self._writer = self._writer, None
         if writer is not None and not writer.finished:
             writer.stop()
@@ -319,9 +334,14 @@ class NodeConnection:
     @property
     def last_byte_s(self) -> float:
         """When the last byte of a running response arrived; -inf before its first byte."""
-        if self._state > AWAITING_BODY and self.deadline_s != NEVER:
-            return self.deadline_s - self._silence_timeout_s
-        return -NEVER
+        if self._state <= AWAITING_BODY or self.deadline_s == NEVER:
+            return -NEVER
+        return max(self.deadline_s - self._silence_timeout_s, self._last_relayed_s)
+
+    @property
+    def _last_relayed_s(self) -> float:
+        transport = self.transport
+        return transport.last_read_s if isinstance(transport, SocketTransport) else 0.0
 
     # Failures and the end.
 
@@ -361,6 +381,8 @@ class NodeConnection:
                 self._close()
             elif self._state in (AWAITING_HEAD, AWAITING_BODY):
                 self._fail(f"the node sent no response within {self._pool.config.first_byte_timeout_s:g} s")
+            elif self._last_relayed_s + self._silence_timeout_s > self._now():
+                self._pool.timers.arm(self, self._last_relayed_s + self._silence_timeout_s)
             else:
                 self._fail(f"the node sent nothing for {self._silence_timeout_s:g} s in the middle of its response")
         except Exception as error:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 from warmroute.config import Limits, Picker
 from warmroute.edge.http1 import RequestHead
 from warmroute.edge.listening_sockets import listen_tcp
+from warmroute.edge.plain_sockets import Server
 from warmroute.edge.proxy import Proxy
 from warmroute.event_log import EventLog
 from warmroute.fleet.node import Node
@@ -63,7 +64,7 @@ class PickerServer:
         self.http2_connections: set[Http2Connection] = set()
         self.max_calls = limits.connections + SPARE_CALLS
         self._empty: asyncio.Event | None = None
-        self._server: asyncio.Server | None = None
+        self._server: Server | None = None
         self._resolving: asyncio.Task[None] | None = None
         self._peers: dict[str, int] = {}
         """Envoys that show the heads of responses: how many requests in a row had none."""

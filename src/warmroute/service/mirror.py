@@ -29,6 +29,7 @@ from warmroute.edge.errors import HttpError, internal_error
 from warmroute.edge.http1 import RequestHead
 from warmroute.edge.listener import Listener
 from warmroute.edge.listening_sockets import listen_tcp
+from warmroute.edge.plain_sockets import Server
 from warmroute.edge.prompt_reader import PendingPrompt, PromptReader
 from warmroute.edge.request_builder import RequestBuilder
 from warmroute.edge.timer_wheel import TimerWheel
@@ -70,7 +71,7 @@ class Mirror:
         self._timers = TimerWheel(self._now)
         self._listener = Listener(self, config.limits, self._timers)
         self._reading: set[asyncio.Task[None]] = set()
-        self._server: asyncio.Server | None = None
+        self._server: Server | None = None
         self.capture = Capture(CaptureConfig(block_size=config.capture.block_size), self.counters, self._now)
         self._tasks: list[asyncio.Task[None]] = []
         self.received = 0

@@ -28,6 +28,7 @@ from warmroute.edge.connection_pool import ConnectionPools
 from warmroute.edge.listener import Listener
 from warmroute.edge.listening_sockets import listen_inherited, listen_tcp, listen_unix
 from warmroute.edge.node_client import NodeClient
+from warmroute.edge.plain_sockets import PlainSockets, Server
 from warmroute.edge.prompt_reader import PromptReader
 from warmroute.edge.proxy import Proxy
 from warmroute.edge.timer_wheel import TimerWheel
@@ -125,7 +126,8 @@ class Service:
         self.router = Router(self.fleet, self.cache_view, config.routing, config.price, config.routes)
         self.admission = Admission(self.router, config.admission, config.routes)
         self.timers = TimerWheel(now)
-        self.pools = ConnectionPools(config.upstream, self.timers)
+        self.plain_sockets = PlainSockets()
+        self.pools = ConnectionPools(config.upstream, self.timers, self.plain_sockets)
         self.journal = Journal(config.journal, self.counters, now)
         self.capture = Capture(config.capture, self.counters, now)
         self.proxy = Proxy(
@@ -214,7 +216,7 @@ class Service:
         self.describe_discovery = self.discovery.describe
         self.picker = create_picker(self) if create_picker is not None else None
         self.clients: Clients = self.picker or self.listener
-        self._servers: list[asyncio.Server] = []
+        self._servers: list[Server] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._stop_now = asyncio.Event()
         self.port = 0
@@ -333,7 +335,8 @@ class Service:
     async def _listen(self) -> str:
         """Open the listeners. Return the address for clients."""
         listen, admin = self.config.listen, self.config.admin
-        tls = self.certificates.load()
+        tls, plain = self.certificates.load(), self.plain_sockets
+        plain.start()
         if self.worker is not None:
             self._servers.append(await self.worker.join(self, tls))
             return f"worker {self.worker.seat.number}"
@@ -341,25 +344,25 @@ class Service:
             address = await self.picker.listen()
             self.port = self.picker.port
         elif (inherited := self.systemd.take_socket()) is not None:
-            self._servers.append(await listen_inherited(self.listener, inherited, tls))
+            self._servers.append(await listen_inherited(self.listener, inherited, tls, plain))
             name = inherited.getsockname()
             self.port = name[1] if isinstance(name, tuple) else 0
             scheme = "https" if tls else "http"
             address = f"{scheme}://{url_host(name[0])}:{self.port}" if self.port else f"unix:{name}"
         elif listen.unix_socket:
-            self._servers.append(await listen_unix(self.listener, listen.unix_socket, tls))
+            self._servers.append(await listen_unix(self.listener, listen.unix_socket, tls, plain))
             address = f"unix:{listen.unix_socket}"
         else:
-            server = await listen_tcp(self.listener, listen.host, listen.port, tls)
+            server = await listen_tcp(self.listener, listen.host, listen.port, tls, plain)
             self._servers.append(server)
             self.port = server.sockets[0].getsockname()[1]
             address = f"{'https' if tls else 'http'}://{url_host(listen.host)}:{self.port}"
         if admin.enabled:
             inherited = self.systemd.take_socket(ADMIN_SOCKET)
             if inherited is not None:
-                server = await listen_inherited(self.admin_listener, inherited)
+                server = await listen_inherited(self.admin_listener, inherited, None, plain)
             else:
-                server = await listen_tcp(self.admin_listener, admin.host, admin.port)
+                server = await listen_tcp(self.admin_listener, admin.host, admin.port, None, plain)
             self._servers.append(server)
             self.admin_port = server.sockets[0].getsockname()[1]
         return address
@@ -416,6 +419,7 @@ class Service:
         if self._trace_exporter is not None:
             await self._trace_exporter.close()
         await asyncio.sleep(0)
+        self.plain_sockets.close()
 
     def stop_now(self) -> None:
         """Let `stop` cut off running requests now."""

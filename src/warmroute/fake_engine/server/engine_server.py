@@ -16,6 +16,7 @@ from warmroute.config import Limits
 from warmroute.edge.async_handler import AsyncHandler, Request, Responder
 from warmroute.edge.listener import Listener
 from warmroute.edge.listening_sockets import listen_tcp
+from warmroute.edge.plain_sockets import Server
 from warmroute.edge.timer_wheel import TimerWheel
 from warmroute.event_log import EventLog
 from warmroute.fake_engine.core import EngineConfig, Timing
@@ -97,7 +98,7 @@ class EngineServer:
         self._deadlines = TimerWheel(time.monotonic)
         limits = msgspec.structs.replace(Limits(), idle_timeout_s=IDLE_TIMEOUT_S)
         self._listener = Listener(AsyncHandler(self._handle), limits, self._deadlines)
-        self._server: asyncio.Server | None = None
+        self._server: Server | None = None
         self._timer_task: asyncio.Task[None] | None = None
         self._next_rank = 0
         self._routes: dict[str, dict[str, Endpoint]] = {

@@ -16,6 +16,7 @@ from typing import Any, Final, Protocol
 
 from warmroute.edge.listener import Listener
 from warmroute.edge.listening_sockets import TLS_SHUTDOWN_S
+from warmroute.edge.plain_sockets import PlainSockets
 from warmroute.event_log import EventLog
 
 log = EventLog("warmroute.service")
@@ -137,13 +138,16 @@ class PassedConnections:
         tls: ssl.SSLContext | None,
         on_received: Callable[[], object],
         on_count_changed: Callable[[], object],
+        plain: PlainSockets | None = None,
     ) -> None:
-        """`on_received` is called after connections were received, `on_count_changed` when `open` may be another."""
+        """`on_received` is called after connections were received, `on_count_changed` when `open` may be another.
+        `plain` serves connections without TLS; None: the event loop does."""
         self._on_received = on_received
         self._on_count_changed = listener.on_closed = on_count_changed
         self._passing = socket.socket(fileno=passing_fd)
         self._passing.setblocking(False)
         self._listener = listener
+        self._plain = plain if tls is None else None
         self._options: dict[str, Any] = {"ssl": tls}
         if tls is not None:
             timeout_s = listener.limits.header_timeout_s
@@ -176,9 +180,19 @@ class PassedConnections:
                 return
             self.received += len(fds)
             for fd in fds:
+                if self._plain is not None:
+                    self._serve(self._plain, socket.socket(fileno=fd))
+                    continue
                 task = loop.create_task(self._open(socket.socket(fileno=fd)))
                 self._opening.add(task)
                 task.add_done_callback(self._opened)
+
+    def _serve(self, plain: PlainSockets, connection: socket.socket) -> None:
+        try:
+            connection.setblocking(False)
+            plain.open(connection, self._listener.protocol())
+        except OSError:
+            connection.close()
 
     async def _open(self, connection: socket.socket) -> None:
         try:

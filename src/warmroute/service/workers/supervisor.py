@@ -21,6 +21,7 @@ from warmroute.console.combined_admin import CombinedAdmin
 from warmroute.edge.async_handler import AsyncHandler
 from warmroute.edge.listener import Listener
 from warmroute.edge.listening_sockets import listen_inherited, listen_tcp, open_tcp_socket, open_unix_socket, server_tls
+from warmroute.edge.plain_sockets import Server
 from warmroute.edge.timer_wheel import TimerWheel
 from warmroute.event_log import EventLog
 from warmroute.service.file_watch import watch_files
@@ -109,7 +110,7 @@ class Supervisor:
             shutil.rmtree(self._folder, ignore_errors=True)
         return self._failed or 0
 
-    async def _start(self) -> asyncio.Server | None:
+    async def _start(self) -> Server | None:
         """Raises ConfigError if an address cannot be used."""
         listen, admin = self.config.listen, self.config.admin
         scheme = "https" if server_tls(listen.tls_cert, listen.tls_key) is not None else "http"

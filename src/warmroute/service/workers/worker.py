@@ -14,6 +14,7 @@ import msgspec
 
 from warmroute.cluster.transport import LinkStatus
 from warmroute.edge.listening_sockets import listen_unix
+from warmroute.edge.plain_sockets import Server
 from warmroute.event_log import EventLog
 from warmroute.service.cluster_member import ClusterMember
 from warmroute.service.workers.frames import APPLIED, COUNTS, GONE, LINK, OPEN, READY, STATE, STORED, FrameLink
@@ -41,7 +42,7 @@ class Worker:
         """The parent's link to other replicas."""
         self._stopping = False
 
-    async def join(self, service: Service, tls: ssl.SSLContext | None) -> asyncio.Server:
+    async def join(self, service: Service, tls: ssl.SSLContext | None) -> Server:
         """Join the cluster, and open the admin API for the parent. Return its server."""
         loop = asyncio.get_running_loop()
         link = socket.socket(fileno=self.seat.link_fd)
@@ -52,7 +53,7 @@ class Worker:
         self._member.read_status = lambda: self._status
         self._member.link_changed()
         self._connections = PassedConnections(
-            self.seat.passing_fd, service.listener, tls, self._report, self._report_soon
+            self.seat.passing_fd, service.listener, tls, self._report, self._report_soon, service.plain_sockets
         )
         return await listen_unix(service.admin_listener, self.seat.admin_socket)
 
