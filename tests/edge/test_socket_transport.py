@@ -10,10 +10,12 @@ import socket
 import struct
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 import uvloop
+from support.polling import until
 
 from warmroute._kernel import ChunkReader, SocketPoller, SocketTransport
 from warmroute.edge import plain_sockets
@@ -80,11 +82,6 @@ def connected(plain: PlainSockets, protocol: Recorder | None = None) -> tuple[Re
     return protocol, other
 
 
-async def until(true: Callable[[], object]) -> None:
-    while not true():
-        await asyncio.sleep(0.001)
-
-
 async def read(other: socket.socket, count: int) -> bytes:
     got = bytearray()
     while len(got) < count:
@@ -102,7 +99,7 @@ def test_bytes_pass_in_both_directions() -> None:
         await until(lambda: one.received)
         assert one.received == b"hello"
         one.transport.write(b"a")
-        one.transport.writelines([b"b", b"", bytearray(b"c")])
+        one.transport.writelines([b"b", b"", b"c"])
         one.transport.write(b"")
         assert await read(other, 3) == b"abc"
         assert one.transport.get_extra_info("peername") == other.getsockname()
@@ -347,7 +344,10 @@ def chunk(data: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(data), data)
 
 
-async def relaying(plain: PlainSockets) -> AsyncIterator[Any]:
+@asynccontextmanager
+async def relaying(
+    plain: PlainSockets,
+) -> AsyncIterator[tuple[Recorder, socket.socket, Recorder, socket.socket, list[bytes]]]:
     node, engine = connected(plain)
     client, reader = connected(plain)
     kept: list[bytes] = []
@@ -359,7 +359,7 @@ async def relaying(plain: PlainSockets) -> AsyncIterator[Any]:
 
 def test_chunks_pass_to_the_other_connection_until_the_message_ends() -> None:
     async def test(plain: PlainSockets) -> None:
-        async for node, engine, _client, reader, kept in relaying(plain):
+        async with relaying(plain) as (node, engine, _client, reader, kept):
             for at in range(50):
                 piece = chunk(b"data: %d\n\n" % at)
                 engine.send(piece[:5])
@@ -370,10 +370,10 @@ def test_chunks_pass_to_the_other_connection_until_the_message_ends() -> None:
             assert len(kept) == 100
             assert node.transport.last_read_s > 0
             engine.send(chunk(b"end") + b"0\r\n\r\n")
-            await until(lambda node=node: node.received)
+            await until(lambda: node.received)
             assert node.received == chunk(b"end") + b"0\r\n\r\n"  # whole: its protocol passes it on
             engine.send(b"more")  # the relay is over
-            await until(lambda node=node: node.received.endswith(b"more"))
+            await until(lambda: node.received.endswith(b"more"))
 
     run(test)
 
@@ -381,9 +381,9 @@ def test_chunks_pass_to_the_other_connection_until_the_message_ends() -> None:
 @pytest.mark.parametrize("broken", [b"zz\r\n", b"3\r\nabcd", b"0\r\n\r\nrest"])
 def test_a_malformed_chunk_goes_to_the_protocol(broken: bytes) -> None:
     async def test(plain: PlainSockets) -> None:
-        async for node, engine, _client, _reader, kept in relaying(plain):
+        async with relaying(plain) as (node, engine, _client, _reader, kept):
             engine.send(broken)
-            await until(lambda node=node: node.received)
+            await until(lambda: node.received)
             assert node.received == broken
             assert kept == []
 
@@ -392,11 +392,11 @@ def test_a_malformed_chunk_goes_to_the_protocol(broken: bytes) -> None:
 
 def test_the_protocol_hears_of_the_end_of_a_relayed_connection() -> None:
     async def test(plain: PlainSockets) -> None:
-        async for node, engine, _client, reader, _kept in relaying(plain):
+        async with relaying(plain) as (node, engine, _client, reader, _kept):
             engine.send(chunk(b"one"))
             assert await read(reader, 8) == chunk(b"one")
             engine.close()
-            await until(lambda node=node: node.lost)
+            await until(lambda: node.lost)
             assert node.events == ["made", "eof", "lost"]
 
     run(test)
@@ -404,7 +404,7 @@ def test_the_protocol_hears_of_the_end_of_a_relayed_connection() -> None:
 
 def test_a_client_that_reads_too_slowly_pauses_its_protocol() -> None:
     async def test(plain: PlainSockets) -> None:
-        async for node, engine, client, reader, kept in relaying(plain):
+        async with relaying(plain) as (node, engine, client, reader, kept):
             kept_size = 0
             engine.setblocking(False)
             piece, sent = chunk(b"x" * 60_000), 0
@@ -417,7 +417,7 @@ def test_a_client_that_reads_too_slowly_pauses_its_protocol() -> None:
             node.transport.pause_reading()
             kept_size = sum(map(len, kept))
             await read(reader, kept_size)
-            await until(lambda client=client: "resumed" in client.events)
+            await until(lambda: "resumed" in client.events)
             node.transport.resume_reading()
             rest = -sent % len(piece)
             if rest:
@@ -431,14 +431,14 @@ def test_a_client_that_reads_too_slowly_pauses_its_protocol() -> None:
 
 def test_a_relay_to_a_closed_connection_drops_the_bytes() -> None:
     async def test(plain: PlainSockets) -> None:
-        async for node, engine, client, _reader, kept in relaying(plain):
+        async with relaying(plain) as (node, engine, client, _reader, kept):
             client.transport.abort()
-            await until(lambda client=client: client.lost)
+            await until(lambda: client.lost)
             engine.send(chunk(b"one"))
-            await until(lambda kept=kept: kept)
+            await until(lambda: kept)
             assert node.lost == []
             node.transport.abort()
-            await until(lambda node=node: node.lost)
+            await until(lambda: node.lost)
 
     run(test)
 

@@ -28,6 +28,8 @@ class Server(Protocol):
     @property
     def sockets(self) -> Sequence[Any]: ...
 
+    def is_serving(self) -> bool: ...
+
     def close(self) -> None: ...
 
 
@@ -119,6 +121,9 @@ class PlainServer:
         self._pause = None
         for one in self._listening:
             one.resume()
+
+    def is_serving(self) -> bool:
+        return bool(self._listening)
 
     def close(self) -> None:
         if self._pause is not None:
