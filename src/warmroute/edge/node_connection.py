@@ -33,7 +33,7 @@ BODY_UNTIL_CLOSE: Final = 5
 CLOSED: Final = 6
 MAX_HEAD_BYTES: Final = 65_536
 """Maximum size of a response head."""
-_JOIN_BYTES: Final = 65_536
+_JOIN_BYTES: Final = 4_096
 """Up to this size, head and body are written as one piece: a copy costs less than a second buffer."""
 
 
