@@ -10,7 +10,8 @@ import socket
 import struct
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+from random import Random
 from typing import Any
 
 import pytest
@@ -548,3 +549,95 @@ def test_arguments_are_checked() -> None:
     poller.close()
     with pytest.raises(RuntimeError):
         poller.open(0, Recorder())
+
+
+# Everything at once.
+
+
+class Restless(Recorder):
+    """Does something at random whenever it is called: writes, pauses, closes, also other connections."""
+
+    def __init__(self, random: Random, all_of_them: list[Restless]) -> None:
+        super().__init__()
+        self._random = random
+        self._all = all_of_them
+        self.written = bytearray()
+        self.on_data = self.act
+
+    def act(self, _data: bytes = b"") -> None:
+        one = self._random.choice(self._all) if self._random.random() < 0.5 else self
+        transport, dice = one.transport, self._random.random()
+        if dice < 0.6:
+            data = self._random.randbytes(self._random.choice((0, 1, 100, 5_000, 300_000)))
+            one.note(data)
+            transport.write(data)
+        elif dice < 0.7:
+            transport.pause_reading()
+        elif dice < 0.8:
+            transport.resume_reading()
+        elif dice < 0.85:
+            transport.close()
+        elif dice < 0.88:
+            transport.abort()
+        elif dice < 0.91:
+            to = self._random.choice(self._all)
+            transport.relay(to.transport, ChunkReader(), to.note)
+        elif dice < 0.94:
+            transport.stop_relay()
+        else:
+            transport.get_write_buffer_size()
+
+    def note(self, data: bytes) -> None:
+        if not self.transport.is_closing():
+            self.written += data
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self.act()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self.act()
+
+    def connection_lost(self, error: BaseException | None) -> None:
+        super().connection_lost(error)
+        self.act()
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_connections_that_do_anything_whenever_they_are_called(seed: int) -> None:
+    """Each is lost once, and what a reader gets is the beginning of what was written."""
+    random = Random(seed)
+
+    async def test(plain: PlainSockets) -> None:
+        protocols: list[Restless] = []
+        others: list[tuple[socket.socket, bytearray]] = []
+        for _ in range(25):
+            one, other = connected(plain, Restless(random, protocols))
+            assert isinstance(one, Restless)
+            protocols.append(one)
+            others.append((other, bytearray()))
+        for _ in range(600):
+            other, got = random.choice(others)
+            with suppress(OSError):
+                if random.random() < 0.5:
+                    other.send(random.choice((b"?", b"5\r\nhello\r\n", b"0\r\n\r\n", random.randbytes(70_000))))
+                elif random.random() < 0.9:
+                    got += other.recv(random.choice((10, 1_000_000)))
+                else:
+                    other.shutdown(socket.SHUT_WR)
+            if random.random() < 0.3:
+                await asyncio.sleep(0)
+            if random.random() < 0.1:
+                random.choice(protocols).act()
+        for one in protocols:
+            one.transport.abort()
+        await until(lambda: all(one.lost for one in protocols))
+        await asyncio.sleep(0.01)
+        for one, (other, got) in zip(protocols, others, strict=True):
+            assert len(one.lost) == 1
+            assert one.transport.get_write_buffer_size() == 0
+            assert one.written.startswith(got)
+            other.close()
+
+    run(test)
