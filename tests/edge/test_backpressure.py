@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from pathlib import Path
 
@@ -12,6 +13,14 @@ from support.polling import until
 from support.raw_client import chat, get, post
 from support.running_router import RunningRouter, router
 from support.scripted_engine import ScriptedEngine, engines
+
+from warmroute.config import Limits
+from warmroute.edge.client_connection import ClientConnection
+from warmroute.edge.errors import HttpError
+from warmroute.edge.http1 import RequestHead
+from warmroute.edge.listener import Listener
+from warmroute.edge.plain_sockets import PlainSockets
+from warmroute.edge.timer_wheel import NEVER, TimerWheel
 
 MB = 1_000_000
 HELD_LIMIT = 2 * MB
@@ -170,6 +179,52 @@ async def test_a_second_response_to_a_client_that_does_not_read_is_paused() -> N
         held = held_bytes(r)
         peer.disconnect()
         assert held < HELD_LIMIT
+
+
+class LargeReplies:
+    """A handler that answers each request with 9 MB at once."""
+
+    def __init__(self) -> None:
+        self.served = 0
+
+    def admit(self, _head: RequestHead) -> str:
+        return ""
+
+    def serve(self, client: ClientConnection, _head: RequestHead, _body: bytes) -> None:
+        self.served += 1
+        client.reply(200, b"x" * 9 * MB)
+
+    def new_request_id(self) -> bytes:
+        return b""
+
+    def error_sent(self, error: HttpError, request_id: bytes) -> None: ...
+
+    def internal_error(self, error: Exception, request_id: bytes = b"") -> HttpError:
+        raise error
+
+
+async def test_a_request_after_an_unread_response_waits_until_the_client_reads() -> None:
+    handler, plain = LargeReplies(), PlainSockets()
+    listener = Listener(handler, Limits(), TimerWheel(time.monotonic))
+    plain.start()
+    server = plain.listen(listener.protocol, [socket.create_server(("127.0.0.1", 0))])
+    reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname(), limit=1000)
+    writer.write(get("/"))
+    await until(lambda: handler.served)
+    await asyncio.sleep(0.05)
+    writer.write(get("/") * 2)
+    await asyncio.sleep(0.2)
+    [client] = listener.connections
+    assert handler.served == 1
+    assert 0 < client.deadline_s < NEVER
+    for _ in range(3):
+        await reader.readuntil(b"\r\n\r\n")
+        await reader.readexactly(9 * MB)
+    assert handler.served == 3
+    writer.close()
+    server.close()
+    await until(lambda: not listener.connections)
+    plain.close()
 
 
 async def test_a_node_that_reads_slowly_does_not_delay_others() -> None:

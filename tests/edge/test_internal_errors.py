@@ -230,7 +230,7 @@ async def test_a_fault_about_a_client_that_reads_slowly_or_leaves_closes_its_con
         peer.write(post(chat(stream=True)))
         await peer.head()
         peer.pause_reading()
-        await until(lambda: any(client._paused for client in r.service.listener.connections), "the client is slow")
+        await until(lambda: any(client.paused for client in r.service.listener.connections), "the client is slow")
         if method == "resume_response":
             peer.resume_reading()
         else:

@@ -444,6 +444,20 @@ def test_a_relay_to_a_closed_connection_drops_the_bytes() -> None:
     run(test)
 
 
+@pytest.mark.parametrize("end", ["abort", "close", "stop_relay"])
+def test_what_keeps_the_chunks_may_end_the_relay(end: str) -> None:
+    async def test(plain: PlainSockets) -> None:
+        node, engine = connected(plain)
+        client, reader = connected(plain)
+        node.transport.relay(client.transport, ChunkReader(), lambda data: getattr(node.transport, end)())
+        engine.send(chunk(b"one"))
+        assert await read(reader, 8) == chunk(b"one")
+        engine.close()
+        reader.close()
+
+    run(test)
+
+
 # Listening and connecting.
 
 
@@ -515,6 +529,41 @@ def test_a_process_without_free_files_accepts_again_later(monkeypatch: pytest.Mo
         server.close()
 
     run(test)
+
+
+def test_a_machine_without_ipv6_connects_to_the_other_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = socket.socket
+
+    def without_ipv6(family: int = -1, *more: Any, **named: Any) -> socket.socket:
+        if family == socket.AF_INET6:
+            raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
+        return real(family, *more, **named)
+
+    async def test(plain: PlainSockets) -> None:
+        server = plain.listen(Recorder, [socket.create_server(("127.0.0.1", 0))])
+        port = server.sockets[0].getsockname()[1]
+
+        async def both(*_args: Any, **_named: Any) -> list[Any]:
+            v6 = (socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("::1", port, 0, 0))
+            return [v6, (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", port))]
+
+        loop = asyncio.get_running_loop()
+        with monkeypatch.context() as patched:
+            patched.setattr("asyncio.get_running_loop", lambda: Loop(loop, both))
+            patched.setattr("socket.socket", without_ipv6)
+            client = await plain.connect("name", port, Recorder)
+        assert client.events == ["made"]
+        server.close()
+
+    run(test)
+
+
+class Loop:
+    """An event loop with another resolver."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, getaddrinfo: Any) -> None:
+        self.getaddrinfo = getaddrinfo
+        self.sock_connect = loop.sock_connect
 
 
 def test_a_poller_that_nobody_uses_closes_its_connections() -> None:

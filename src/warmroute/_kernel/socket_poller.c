@@ -243,9 +243,9 @@ static PyObject *poller_fileno(Poller *p, PyObject *unused) {
 }
 
 static void close_all(Poller *p) {
-    p->unsent.count = p->ended.count = 0;
     while (p->open)
         transport_discard(p->open);
+    p->unsent.count = p->ended.count = 0; /* after what finalizers of the discarded may have added */
     if (p->epoll >= 0)
         close(p->epoll);
     p->epoll = -1;

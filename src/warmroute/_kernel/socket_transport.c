@@ -286,17 +286,15 @@ static PyObject *transport_set_write_buffer_limits(Transport *t, PyObject *args,
 static int relay(Transport *t, PyObject *data) {
     if (!chunks_continue(t->relay_chunks, PyBytes_AS_STRING(data), (size_t)PyBytes_GET_SIZE(data)))
         return 0;
-    if (t->relay_keep) {
-        PyObject *kept = PyObject_CallOneArg(t->relay_keep, data);
-        if (!kept) {
-            protocol_failed(t);
-            return 1;
-        }
-        Py_DECREF(kept);
-    }
-    Transport *to = t->relay_to;
-    if (!to->closing && !to->end_wanted && (add_piece(to, Py_NewRef(data)) < 0 || send_soon(to) < 0))
+    Transport *to = (Transport *)Py_NewRef(t->relay_to); /* `keep` may end the relay */
+    PyObject *keep = Py_XNewRef(t->relay_keep), *kept = keep ? PyObject_CallOneArg(keep, data) : NULL;
+    if (keep && !kept)
         protocol_failed(t);
+    else if (!to->closing && !to->end_wanted && (add_piece(to, Py_NewRef(data)) < 0 || send_soon(to) < 0))
+        protocol_failed(t);
+    Py_XDECREF(kept);
+    Py_XDECREF(keep);
+    Py_DECREF(to);
     return 1;
 }
 

@@ -44,9 +44,9 @@ _LINGER_S: Final = 2.0
 
 class ClientConnection:
     __slots__ = (
-        "_body", "_exchange", "_head", "_keep_alive", "_listener", "_paused", "_pipelined_bytes", "_pipelined_too_much",
-        "_searched_bytes", "_state", "_unparsed", "_unread_bytes", "body_started_s", "bucket", "deadline_s", "peer",
-        "release_body", "tenant", "transport", "write",
+        "_body", "_exchange", "_head", "_keep_alive", "_listener", "_pipelined_bytes", "_pipelined_too_much",
+        "_searched_bytes", "_state", "_unparsed", "_unread_bytes", "body_started_s", "bucket", "deadline_s", "paused",
+        "peer", "release_body", "tenant", "transport", "write",
     )  # fmt: skip
 
     def __init__(self, listener: Listener) -> None:
@@ -65,7 +65,7 @@ class ClientConnection:
         self._pipelined_bytes = 0
         """The part of `listener.buffered_bytes` that pipelined requests take."""
         self._pipelined_too_much = False
-        self._paused = False
+        self.paused = False
         """The client reads more slowly than the router writes."""
         self._unread_bytes = 0
         """What the client had not read yet when its stall timeout started."""
@@ -116,13 +116,15 @@ class ClientConnection:
                 exchange.internal_error(error)
 
     def pause_writing(self) -> None:
-        self._paused = True
+        self.paused = True
         self._arm_stall_timeout()
-        if self._exchange is not None:
+        if self._state == AWAITING_HEAD:  # the last response was written in this iteration of the event loop
+            self._state = FLUSHING
+        elif self._exchange is not None:
             self._safely(self._exchange.pause_response)
 
     def resume_writing(self) -> None:
-        self._paused = False
+        self.paused = False
         if self._state == FLUSHING:
             self._safely(self._await_request)
         elif self._exchange is not None:
@@ -359,7 +361,7 @@ class ClientConnection:
             self._linger()
         elif not keep_alive or not self._keep_alive or self._listener.closing:
             self._close()
-        elif self._paused:
+        elif self.paused:
             self._state = FLUSHING
             self._arm_stall_timeout()
         else:

@@ -83,7 +83,7 @@ class ConnectionPool:
         plain: PlainSockets | None = None,
     ) -> None:  # fmt: skip
         self.config = config
-        self._plain = plain
+        self._plain = plain if "%" not in node.host else None  # uvloop resolves no zones of link-local addresses
         self.timers = timers
         self._host, self._port = host, port = node.host, node.port
         self._uses_tls = node.scheme == "https"

@@ -255,6 +255,8 @@ class ProxyExchange:
         client.write(head.for_client(passing, accepts_chunked, attempts.request_id, more_lines, as_it_is))
         if self._dechunk is not None:
             write(first)
+        if client.paused and not whole:  # it has not read the response before this one
+            self.pause_response()
         if attempts.wants_usage:
             if whole:
                 self._tail = first

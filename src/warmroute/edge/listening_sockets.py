@@ -47,7 +47,7 @@ async def listen_tcp(
     options = _options(listener, tls)
     try:
         if plain is not None and tls is None:
-            return plain.listen(listener.protocol, await _bind(host, port))
+            return plain.listen(listener.protocol, _bind(host, port))
         if host == "::":  # one socket for IPv4 and IPv6, which asyncio does not create by itself
             return await loop.create_server(listener.protocol, sock=_dual_stack(port), **options)
         return await loop.create_server(listener.protocol, host, port, **options)
@@ -69,20 +69,25 @@ async def listen_inherited(
     return await loop.create_server(listener.protocol, sock=inherited, **options)
 
 
-async def _bind(host: str, port: int) -> list[socket.socket]:
-    """Listen on every address of a host. Raises OSError."""
+def _bind(host: str, port: int) -> list[socket.socket]:
+    """Listen on every address of a host; empty: of this machine. Raises OSError."""
     if host == "::":
         return [_dual_stack(port)]
-    loop = asyncio.get_running_loop()
-    found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    addresses = dict.fromkeys((family, address) for family, _kind, _proto, _name, address in found)
     sockets: list[socket.socket] = []
-    try:
-        for family, address in dict.fromkeys((family, address) for family, _kind, _proto, _name, address in found):
+    for family, address in addresses:
+        try:
             sockets.append(socket.create_server(address, family=family, backlog=BACKLOG))
-    except BaseException:
-        for one in sockets:
-            one.close()
-        raise
+        except OSError as error:
+            # A name may have an IPv6 address on a machine that has no IPv6.
+            if error.errno in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL) and len(addresses) > 1:
+                continue
+            for one in sockets:
+                one.close()
+            raise
+    if not sockets:
+        raise OSError(errno.EADDRNOTAVAIL, os.strerror(errno.EADDRNOTAVAIL))
     return sockets
 
 
@@ -143,7 +148,7 @@ async def listen_unix(
 ) -> Server:
     """Replaces a socket file that no process listens on any more. Raises ConfigError if the path is unusable."""
     if plain is not None and tls is None:
-        return plain.listen(listener.protocol, [open_unix_socket(path)])
+        return plain.listen(listener.protocol, [open_unix_socket(path)], path)
     loop = asyncio.get_running_loop()
     _remove_stale_socket(path)
     try:

@@ -6,6 +6,7 @@ Connections with TLS are the event loop's own: it has the same methods for them.
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import socket
 from collections.abc import Callable, Sequence
@@ -56,10 +57,11 @@ class PlainSockets:
 
     def open(self, connected: socket.socket, protocol: Any) -> SocketTransport:
         """Serve a connected socket. Raises OSError; the socket is closed then."""
-        assert self._poller is not None
-        fd = connected.detach()
+        poller, fd = self._poller, connected.detach()
         try:
-            return self._poller.open(fd, protocol)
+            if poller is None:
+                raise OSError("the router stops")
+            return poller.open(fd, protocol)
         except BaseException:
             os.close(fd)
             raise
@@ -70,36 +72,42 @@ class PlainSockets:
         failure: OSError | None = None
         try:
             for family, kind, proto, _name, address in await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM):
-                connecting = socket.socket(family, kind, proto)
+                connecting: socket.socket | None = None
                 try:
+                    connecting = socket.socket(family, kind, proto)  # fails for IPv6 on a machine without it
                     connecting.setblocking(False)
                     await loop.sock_connect(connecting, address)
                     protocol = create_protocol()
                     self.open(connecting, protocol)
                     return protocol
-                except OSError as error:
-                    connecting.close()
+                except BaseException as error:
+                    if connecting is not None:
+                        connecting.close()
+                    if not isinstance(error, OSError):
+                        raise
                     failure = failure or error
-                except BaseException:
-                    connecting.close()
-                    raise
             raise failure or OSError(f"{host} has no address")
         finally:
             failure = None  # its traceback leads back to this frame
 
-    def listen(self, create_protocol: Callable[[], Any], sockets: Sequence[socket.socket]) -> PlainServer:
-        """Accept the connections of listening sockets."""
+    def listen(
+        self, create_protocol: Callable[[], Any], sockets: Sequence[socket.socket], socket_file: str = ""
+    ) -> PlainServer:
+        """Accept the connections of listening sockets. `socket_file`: is removed when the server closes."""
         assert self._poller is not None
-        return PlainServer(self._poller, create_protocol, sockets)
+        return PlainServer(self._poller, create_protocol, sockets, socket_file)
 
 
 class PlainServer:
     """Accepts connections until it is closed. Then it closes its sockets, too."""
 
     def __init__(
-        self, poller: SocketPoller, create_protocol: Callable[[], Any], sockets: Sequence[socket.socket]
-    ) -> None:
+        self, poller: SocketPoller, create_protocol: Callable[[], Any], sockets: Sequence[socket.socket],
+        socket_file: str = "",
+    ) -> None:  # fmt: skip
         self.sockets = tuple(sockets)
+        self._socket_file = socket_file
+        self._file_number = os.stat(socket_file).st_ino if socket_file else 0
         for one in self.sockets:
             one.setblocking(False)
         self._listening = [poller.listen(one, create_protocol, self._failed) for one in self.sockets]
@@ -119,8 +127,11 @@ class PlainServer:
 
     def _resume(self) -> None:
         self._pause = None
-        for one in self._listening:
-            one.resume()
+        try:
+            for one in self._listening:
+                one.resume()
+        except OSError as error:
+            self._failed(error.errno or errno.ENOMEM)
 
     def is_serving(self) -> bool:
         return bool(self._listening)
@@ -131,6 +142,9 @@ class PlainServer:
         listening, self._listening = self._listening, []
         for one in listening:
             one.close()
+        with suppress(OSError):
+            if self._socket_file and os.stat(self._socket_file).st_ino == self._file_number:  # else it is another's
+                os.unlink(self._socket_file)
         for listening_socket in self.sockets:
             with suppress(OSError):
                 listening_socket.close()

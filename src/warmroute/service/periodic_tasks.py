@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import sys
 import time
 from typing import Any
 
@@ -30,6 +31,12 @@ def log_loop_error(_loop: asyncio.AbstractEventLoop, context: dict[str, Any]) ->
     error = context.get("exception")
     reason = where_it_failed(error) if isinstance(error, BaseException) else str(context.get("message", ""))
     log.error("event_loop_error", "The router continues.", reason=reason)
+
+
+def log_unraisable(failed: sys.UnraisableHookArgs) -> None:
+    """An exception in a callback of the kernel, which closes the connection that it came from."""
+    if failed.exc_value is not None:
+        log.error("event_loop_error", "The router continues.", reason=where_it_failed(failed.exc_value))
 
 
 async def run_garbage_collection() -> None:

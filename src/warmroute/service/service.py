@@ -57,6 +57,7 @@ from warmroute.service.model_watch import ModelWatch
 from warmroute.service.node_set import NodeSet, log_health_change
 from warmroute.service.periodic_tasks import (
     log_loop_error,
+    log_unraisable,
     run_admission,
     run_clean_up,
     run_garbage_collection,
@@ -438,6 +439,7 @@ class Service:
         guard_exit(self.config.shutdown)
         loop.add_signal_handler(signal.SIGHUP, self.reload, "SIGHUP")
         loop.set_exception_handler(log_loop_error)
+        sys.unraisablehook = log_unraisable
         gc.collect()
         gc.freeze()
         gc.set_threshold(GC_THRESHOLD)
