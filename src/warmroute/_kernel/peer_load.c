@@ -10,6 +10,8 @@
 
 #define MAX_COUNT (1LL << 50)
 #define MAX_NUMBER 1e15
+/* A node's metrics contained the requests of peers that become known up to this much later: they are not those of others. */
+#define REPORTED_S 0.05
 
 /* A row as it is sent: all numbers have 8 bytes. */
 typedef struct {
@@ -144,8 +146,13 @@ static int apply_row(
     note_peer_prefill(self, row, sent_s, now_s);
     self->row = *row;
     node->kv_delta += row->kv_sum - before.kv_sum;
-    if (row->opened > before.opened)
+    if (row->opened > before.opened) {
         record_peer_arrivals(node, row->opened - before.opened, now_s);
+        if (now_s - node->polled_s < REPORTED_S) {
+            int64_t others = node->other_load - (row->opened - before.opened);
+            node->other_load = others > 0 ? (Py_ssize_t)others : 0;
+        }
+    }
     if (speed && !speed->answers && row->answers >= min_answers && row->ms_per_token > 0.0) {
         Py_INCREF(speed); /* Python code runs */
         int failed = guess_speed(speed, row) < 0;
@@ -207,7 +214,8 @@ static int is_row(const Row *row) {
     return is_count(row->inflight) && is_number(row->pending_work) && is_count(row->context_tokens) &&
            is_count(row->kv_new) && row->kv_sum >= -MAX_NUMBER && row->kv_sum <= MAX_NUMBER && is_count(row->opened) &&
            is_count(row->output_tokens) && is_number(row->ms_per_token) && is_number(row->speed_factor) &&
-           is_count(row->answers) && is_number(row->prefill_work) && row->prefill_s >= -MAX_NUMBER && row->prefill_s <= MAX_NUMBER;
+           is_count(row->answers) && is_number(row->prefill_work) && row->prefill_s >= -MAX_NUMBER &&
+           row->prefill_s <= MAX_NUMBER;
 }
 
 static PyObject *check_load_rows(PyObject *module, PyObject *const *args, Py_ssize_t count) {
