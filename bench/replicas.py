@@ -1,11 +1,12 @@
 """Several routers in front of one fleet, in virtual time: what it costs that each decides alone on news of the others.
 
-    python bench/replicas.py --data DIR [--workload NAME …] [--seeds 3] [--limit 1200] [--record FILE]
+    python bench/replicas.py --data DIR [--workload NAME …] [--case POLICY …] [--seeds 3] [--limit 1200] [--record FILE]
 
 One router, then 4 and 8 that share what they do with a lag of 20 ms, then 8 that share nothing. With KV events
 (`price`) and without them (`approximate`). SGLang's routers share nothing. Dynamo's tell each other of every request
 that starts, gets its first token or ends, as its replica sync does. All at the knee: load balancing alone begins to
-queue.
+queue. A seed sets the arrivals of generated workloads, which router gets a request, and each router's own randomness.
+Means over all seeds; ± is the standard error of the ratio, with more than one seed.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import argparse
 import os
 import sys
 from concurrent.futures import ProcessPoolExecutor
-from statistics import fmean
+from math import hypot, sqrt
+from statistics import fmean, stdev
 from typing import Any
 
 from external_data import add_data_option, data_files
@@ -91,6 +93,7 @@ def main() -> None:
         for case in cases:
             runs = [result for job, result in done if (job[0], job[2]) == (name, case)]
             alone = [result for job, result in done if job[0] == name and job[2][:2] == (case[0], 1)]
+            alone = runs if case[1] == 1 else alone
             report.row(name, case[0], case[1], case[2] if case[1] > 1 else "–", *_figures(runs, alone))
     report.record(args.record)
 
@@ -98,7 +101,16 @@ def main() -> None:
 def _figures(runs: list[dict[str, Any]], alone: list[dict[str, Any]]) -> list[str]:
     p90, p90_alone = _mean_of(runs, "p90"), _mean_of(alone, "p90")
     hit_rate = fmean(run["hit_rate"] for run in runs)
-    return [f"{hit_rate:.1%}", f"{_mean_of(runs, 'p50'):,.0f}", f"{p90:,.0f}", f"{p90 / p90_alone:.2f}"]
+    ratio = p90 / p90_alone
+    error = ratio * hypot(_relative_error(runs), _relative_error(alone))
+    shown = f"{ratio:.2f} ± {error:.2f}" if runs is not alone and error else f"{ratio:.2f}"
+    return [f"{hit_rate:.1%}", f"{_mean_of(runs, 'p50'):,.0f}", f"{p90:,.0f}", shown]
+
+
+def _relative_error(runs: list[dict[str, Any]]) -> float:
+    """Return the standard error of the mean p90, relative to it."""
+    p90s = [run["ttft_ms"]["p90"] for run in runs]
+    return stdev(p90s) / sqrt(len(p90s)) / fmean(p90s) if len(p90s) > 1 else 0.0
 
 
 def _mean_of(runs: list[dict[str, Any]], percentile: str) -> float:

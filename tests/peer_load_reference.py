@@ -24,6 +24,8 @@ class Row(NamedTuple):
     ms_per_token: float = 0.0
     speed_factor: float = 0.0
     answers: int = 0
+    prefill_work: float = 0.0
+    prefill_s: float = 0.0
 
 
 class Figures:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from random import Random
 
 import pytest
@@ -128,6 +129,21 @@ def test_what_the_node_reports_counts_beyond_the_requests_of_all_processes() -> 
     assert b.node().load == 3 and b.node().other_load == 2
 
 
+def test_a_request_of_a_peer_that_the_node_reported_first_counts_once() -> None:
+    a, b = Process("a"), Process("b")
+    exchange(a, b)
+    a.open()
+    b.node().update_load(running=3, waiting=0, kv_usage=0.1, now_s=b.now_s)
+    b.now_s += 0.02
+    exchange(a, b)
+    assert b.node().load == 3 and b.node().other_load == 2
+    a.now_s += 1.0
+    b.now_s += 1.0
+    a.open()
+    exchange(a, b)
+    assert b.node().load == 4 and b.node().other_load == 2
+
+
 def test_a_silent_process_counts_for_a_second_and_a_lost_one_not_at_all() -> None:
     a, b, c = Process("a"), Process("b"), Process("c")
     a.open()
@@ -203,6 +219,31 @@ def test_prompts_of_peers_are_known_to_be_on_their_nodes() -> None:
     hits = b.cache_view.hits("m", lookup, b.now_s)
     assert list(hits) == ["n1"] and hits["n1"].tokens > 0
     assert b.node("n1").inflight == 1
+
+
+@pytest.mark.parametrize("reported", [False, True])
+def test_a_prompt_of_a_peer_is_pending_until_events_report_it(reported: bool) -> None:
+    """Its prefill can take longer than estimated. Meanwhile no event has reported its last block."""
+    a, b = Process("a"), Process("b")
+    for process in (a, b):
+        cache = process.cache_view.cache("n1")
+        assert cache is not None
+        cache.add_rank(0)
+        cache.set_complete(0, True)
+    ids = [number % 7 for number in range(4096)]
+    lookup = Lookup(array("I", ids).tobytes(), len(ids), len(ids))
+    a.router.dispatch(a.router.decide(RoutingRequest("m"), a.now_s, lookup), a.node("n1"), a.now_s)
+    exchange(a, b)
+    node, cache = b.node("n1"), b.cache_view.cache("n1")
+    estimate_s = node.pending_work * node.speed.ms_per_token / 1000.0
+    assert cache is not None and estimate_s > 0.2
+    if reported:
+        blocks: list[int | bytes] = list(range(1, len(ids) // 16 + 1))
+        cache.blocks_stored(0, None, blocks, ids, 16)
+    for later_s, pending in ((0.1, True), (estimate_s + 0.5, not reported), (2 * estimate_s + 1.1, False)):
+        hit = b.cache_view.hits("m", lookup, b.now_s + later_s).get("n1")
+        assert bool(b.cache_view._peers_pending) is pending
+        assert (hit is not None) is (pending or reported)
 
 
 def test_all_processes_learn_a_nodes_speed_from_the_first_tokens_of_all() -> None:

@@ -24,11 +24,12 @@ from warmroute.cluster.messages import (
 ROW: dict[str, float] = {
     "inflight": 3, "pending_work": 1000.0, "context_tokens": 500, "kv_new": 400, "kv_sum": -5.0, "opened": 9,
     "output_tokens": 120, "ms_per_token": 0.05, "speed_factor": 1.0, "answers": 8,
+    "prefill_work": 700.0, "prefill_s": 0.1,
 }  # fmt: skip
 
 
 def row(**values: float) -> bytes:
-    return struct.pack("<qdqqdqqddq", *{**ROW, **values}.values())
+    return struct.pack("<qdqqdqqddqdd", *{**ROW, **values}.values())
 
 
 def first_token(
@@ -38,8 +39,9 @@ def first_token(
 
 
 UPDATE = Update(
-    VERSION, "router-0", 7, 12.5, True, ("a",), row(), {"m": 2}, {"a": (1, -4.5)}, {"acme": (3.0, 120.5, 9.0, -4.0)},
-    ("a",), first_token(), (("a", b"12345678", True, ""),), (((1 << 64) - 1, "eu", "us"),),
+    VERSION, "router-0", 7, 12.5, True, ("a",), row(), {"m": 2}, {"a": (1, -4.5)}, {"m": (1, 2.5)},
+    {"acme": (3.0, 120.5, 9.0, -4.0)}, ("a",), first_token(), (("a", b"12345678", True, ""),),
+    (((1 << 64) - 1, "eu", "us"),),
 )  # fmt: skip
 
 
@@ -77,6 +79,7 @@ def changed(**fields: Any) -> bytes:
         changed(rows=b""),
         changed(nodes=("a", "b")),
         changed(heads={"a": (1, nan)}),
+        changed(firsts={"m": (1, nan)}),
         changed(taken={"a": (nan, 0.0, 0.0, 0.0)}),
         changed(first_tokens=first_token(sent_s=inf)),
         changed(first_tokens=first_token(at_s=nan)),
@@ -106,7 +109,7 @@ def test_a_message_of_another_version_is_named_as_such() -> None:
 
 def test_a_new_field_of_a_change_gets_a_new_version() -> None:
     """Processes compare digests of encoded changes: with another number of fields they would never agree."""
-    assert (VERSION, len(NodeChange.__struct_fields__)) == (5, 7)
+    assert (VERSION, len(NodeChange.__struct_fields__)) == (6, 7)
 
 
 def test_damaged_messages_are_read_or_rejected_and_nothing_else() -> None:

@@ -50,7 +50,7 @@ def fleet_of(names: tuple[str, ...] = NAMES) -> Fleet:
 
 
 def pack(rows: list[Row]) -> bytes:
-    return b"".join(struct.pack("<qdqqdqqddq", *row) for row in rows)
+    return b"".join(struct.pack("<qdqqdqqddqdd", *row) for row in rows)
 
 
 def random_row(random: Random, before: Row) -> Row:
@@ -79,7 +79,7 @@ def test_rows_change_the_figures_as_in_the_reference() -> None:
         rows = [random_row(random, before[at].get(name, Row())) for name in names]
         data = pack(rows)
         assert check_load_rows(data, len(names))
-        freed = apply_load_rows(peers[at], fleet.by_name, caches, names, data, now_s, True, MIN_ANSWERS)
+        freed = apply_load_rows(peers[at], fleet.by_name, caches, names, data, now_s, True, MIN_ANSWERS, 0.0)
         less = []
         for name, row in zip(names, rows, strict=True):
             if name in expected:
@@ -110,20 +110,21 @@ def test_rows_change_the_figures_as_in_the_reference() -> None:
 def test_totals_from_before_this_process_listened_do_not_count() -> None:
     fleet, rows = fleet_of(), dict[str, PeerRow]()
     first = Row(2, 100.0, 50, 40, 500.0, 1000, 9999)
-    apply_load_rows(rows, fleet.by_name, {}, ("n0",), pack([first]), 1.0, False, MIN_ANSWERS)
+    apply_load_rows(rows, fleet.by_name, {}, ("n0",), pack([first]), 1.0, False, MIN_ANSWERS, 0.0)
     node = fleet.node("n0")
     assert node.inflight == 2 and node.kv_delta == 0.0 and node.arrival_rate == 0.0
-    apply_load_rows(rows, fleet.by_name, {}, ("n0",), pack([first._replace(kv_sum=510.0)]), 1.0, False, MIN_ANSWERS)
+    more = pack([first._replace(kv_sum=510.0)])
+    apply_load_rows(rows, fleet.by_name, {}, ("n0",), more, 1.0, False, MIN_ANSWERS, 0.0)
     assert node.kv_delta == 10.0
 
 
 def test_a_node_of_the_same_name_counts_from_its_own_start() -> None:
     fleet, rows = fleet_of(), dict[str, PeerRow]()
-    apply_load_rows(rows, fleet.by_name, {}, ("n0",), pack([Row(2, 100.0)]), 1.0, True, MIN_ANSWERS)
+    apply_load_rows(rows, fleet.by_name, {}, ("n0",), pack([Row(2, 100.0)]), 1.0, True, MIN_ANSWERS, 0.0)
     old = fleet.remove("n0")
     assert fleet.group("m") is None or fleet.group("m").inflight == 0  # type: ignore[union-attr]
     new = fleet.add(NodeConfig(url="http://n0:1", name="n0", models=("m",)))
-    apply_load_rows(rows, fleet.by_name, {}, ("n0",), pack([Row(3, 50.0, opened=9)]), 1.0, True, MIN_ANSWERS)
+    apply_load_rows(rows, fleet.by_name, {}, ("n0",), pack([Row(3, 50.0, opened=9)]), 1.0, True, MIN_ANSWERS, 0.0)
     assert (old.inflight, new.inflight, new.arrival_rate) == (2, 3, 0.0) and rows["n0"].node is new
 
 
@@ -131,7 +132,7 @@ def test_an_unmeasured_node_takes_the_speed_of_a_peer_that_has_measured_it() -> 
     fleet = fleet_of()
     for name, answers in (("n0", MIN_ANSWERS - 1), ("n1", MIN_ANSWERS)):
         row = Row(ms_per_token=0.5, speed_factor=2.0, answers=answers)
-        apply_load_rows({}, fleet.by_name, {}, (name,), pack([row]), 1.0, True, MIN_ANSWERS)
+        apply_load_rows({}, fleet.by_name, {}, (name,), pack([row]), 1.0, True, MIN_ANSWERS, 0.0)
     assert fleet.node("n0").speed.ms_per_token == NodeSpeed().ms_per_token
     assert (fleet.node("n1").speed.ms_per_token, fleet.node("n1").speed.factor) == (0.5, 2.0)
 
@@ -150,7 +151,7 @@ def test_rows_that_are_published_arrive_as_they_were() -> None:
     assert pack_load_rows(fleet.by_name, caches, True, 9)[0] == ("n1", "n2")
 
     other = fleet_of()
-    apply_load_rows({}, other.by_name, {}, names, data, 5.0, True, MIN_ANSWERS)
+    apply_load_rows({}, other.by_name, {}, names, data, 5.0, True, MIN_ANSWERS, 0.0)
     for field in ("inflight", "pending_work", "context_tokens", "kv_new", "kv_delta"):
         assert getattr(other.node("n1"), field) == getattr(fleet.node("n1"), field), field
     assert other.node("n1").own_pending_work == 0.0 and other.node("n1").peer_inflight == 2
@@ -264,9 +265,9 @@ def alive(numbers: set[int]) -> int:
 @pytest.mark.parametrize(
     "call",
     [
-        lambda fleet: apply_load_rows({}, fleet.by_name, {}, ("n0", "n1"), pack([Row()]), 1.0, True, 8),
-        lambda fleet: apply_load_rows({}, {"n0": object()}, {}, ("n0",), pack([Row()]), 1.0, True, 8),  # type: ignore[dict-item]
-        lambda fleet: apply_load_rows({}, fleet.by_name, {"n0": 3}, ("n0",), pack([OUTPUT]), 1.0, True, 8),
+        lambda fleet: apply_load_rows({}, fleet.by_name, {}, ("n0", "n1"), pack([Row()]), 1.0, True, 8, 0.0),
+        lambda fleet: apply_load_rows({}, {"n0": object()}, {}, ("n0",), pack([Row()]), 1.0, True, 8, 0.0),  # type: ignore[dict-item]
+        lambda fleet: apply_load_rows({}, fleet.by_name, {"n0": 3}, ("n0",), pack([OUTPUT]), 1.0, True, 8, 0.0),
         lambda fleet: pack_load_rows({"n0": object()}, {}, True, 9),  # type: ignore[dict-item]
         lambda fleet: FirstTokenOrder().join({"n0": object()}),  # type: ignore[dict-item]
     ],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from test_cluster_state import Process, exchange
 
@@ -12,7 +14,7 @@ from warmroute.config import Health, Index, NodeConfig
 from warmroute.config.priority import HIGH, NORMAL
 from warmroute.fleet.decode_speed import DecodeSpeed
 from warmroute.fleet.fleet import Fleet
-from warmroute.fleet.node import Outcome
+from warmroute.fleet.node import Node, Outcome
 from warmroute.fleet.ticket import Ticket
 from warmroute.index.cache_view import CacheView
 from warmroute.index.lookup import Lookup
@@ -145,9 +147,9 @@ def test_an_idle_node_is_not_left_to_a_peer_whose_request_has_gone() -> None:
     assert turns.is_ours(a.node(), NORMAL, 1000.0, a.now_s)  # no message of b has arrived
 
 
-def test_room_before_the_first_token_is_not_kept_for_the_process_that_sent_the_prompt() -> None:
-    """A node works on a prompt of a. Only a can tell that it is nearly done. If a took each room, b's request would
-    wait for ever."""
+def test_all_processes_see_room_before_the_first_token_of_a_prompt() -> None:
+    """A node works on a prompt of a. If only a could tell that it is nearly done, a would take each room, and b's
+    request would wait for ever."""
     a, b = Process("a", nodes=1), Process("b", nodes=1)
     first, waiting = Pending(a, 0, 8000), Pending(b, 1, 8000)
     a.admission.submit(first, a.now_s)
@@ -155,22 +157,134 @@ def test_room_before_the_first_token_is_not_kept_for_the_process_that_sent_the_p
     b.admission.submit(waiting, b.now_s)
     assert waiting.sent_s is None
     exchange(a, b)
+    for later_s, has_room in ((0.1, False), (0.3, True)):
+        for process in (a, b):
+            process.now_s += later_s
+        rooms = [process.admission.has_room(process.node(), process.now_s) for process in (a, b)]
+        assert rooms == [has_room, has_room], later_s
+    b.admission.tick([b.node()], b.now_s)
+    assert waiting.sent_s == b.now_s
+
+
+def test_the_prompt_of_a_peer_that_has_ended_does_not_make_room() -> None:
+    a, b, c = (Process(name, nodes=1) for name in "abc")
+    theirs = [Pending(process, at, 8000) for at, process in enumerate((a, c))]
+    for pending in theirs:
+        pending.process.admission.submit(pending, a.now_s)
+    exchange(a, b, c)
+    b.now_s += 0.3
+    assert b.node().remaining_work(b.now_s) < b.node().pending_work
+    b.state.forget("a", b.now_s)
+    b.state.forget("c", b.now_s)
+    assert b.node().remaining_work(b.now_s) == b.node().pending_work == 0.0
+    own = Pending(b, 2, 8000)
+    b.admission.submit(own, b.now_s)
+    assert own.sent_s and b.node().remaining_work(b.now_s) == b.node().pending_work > 0.0
+
+
+def test_the_time_of_a_prompt_that_ended_does_not_count_for_the_next_one() -> None:
+    a, b = Process("a", nodes=1), Process("b", nodes=1)
+    first, second = Pending(a, 0, 4000), Pending(a, 1, 4000)
+    for pending in (first, second):
+        a.admission.submit(pending, a.now_s)
+        a.now_s += 0.001
+    exchange(a, b)
     for process in (a, b):
-        process.now_s += 0.4
-    assert [process.admission.has_room(process.node(), process.now_s) for process in (a, b)] == [False, False]
+        process.now_s += 0.15
     first.ticket.first_token(a.now_s)
     exchange(a, b)
-    assert [process.admission.has_room(process.node(), process.now_s) for process in (a, b)] == [True, True]
-
-
-def test_a_process_sees_room_before_the_first_token_if_no_peer_uses_the_node() -> None:
-    a, b = Process("a", nodes=1), Process("b", nodes=1)
-    first = Pending(a, 0, 8000)
-    a.admission.submit(first, a.now_s)
-    exchange(a, b)
     for process in (a, b):
-        process.now_s += 0.4
-    assert [process.admission.has_room(process.node(), process.now_s) for process in (a, b)] == [True, False]
+        process.now_s += 0.05
+    node = b.node()
+    done_ms = (node.pending_work - node.remaining_work(b.now_s)) * node.speed.ms_per_token
+    assert done_ms == pytest.approx(50.0, abs=1.0)
+
+
+def test_a_process_leaves_the_room_to_a_request_that_waits_elsewhere_and_would_come() -> None:
+    """b's shorter request waits for another node, because that one had less work when b decided."""
+    a, b = Process("a", nodes=2), Process("b", nodes=2)
+    blocking = [Pending(a, number, 8000 + 2000 * number) for number in range(2)]
+    for one in blocking:
+        a.admission.submit(one, a.now_s)
+    exchange(a, b)
+    longer, shorter = Pending(a, 2, 7000), Pending(b, 3, 6000)
+    a.admission.submit(longer, a.now_s)
+    b.admission.submit(shorter, b.now_s)
+    exchange(a, b)
+    other = next(one.ticket for one in blocking if one.ticket.node.name not in a.state.peers["b"].heads)
+    node = other.node
+    assert isinstance(node, Node)
+    other.first_token(a.now_s)
+    a.admission.node_freed(node, a.now_s)
+    assert longer.sent_s is None
+    exchange(a, b)
+    b.admission.node_freed(b.node(node.name), b.now_s)
+    assert shorter.sent_s is not None and shorter.ticket.node.name == node.name
+
+
+def test_a_process_does_not_wait_for_a_request_whose_prefix_is_cached_elsewhere() -> None:
+    a, b = Process("a", nodes=2), Process("b", nodes=2)
+    warm = Pending(b, 9, 8000)
+    b.admission.submit(warm, b.now_s)
+    home = warm.ticket.node.name
+    for process in (a, b):
+        process.now_s += 0.464
+    warm.ticket.first_token(b.now_s)
+    warm.ticket.close(Outcome.OK, b.now_s)
+    exchange(a, b)
+    blocking = [Pending(a, number, 6000) for number in range(2)]
+    for one in blocking:
+        a.admission.submit(one, a.now_s)
+    exchange(a, b)
+    again, longer = Pending(b, 9, 8000), Pending(a, 2, 7000)
+    b.admission.submit(again, b.now_s)
+    a.admission.submit(longer, a.now_s)
+    exchange(a, b)
+    assert set(a.state.peers["b"].heads) == {home} and not a.state.peers["b"].firsts
+    other = next(one.ticket for one in blocking if one.ticket.node.name != home)
+    assert isinstance(other.node, Node)
+    other.first_token(a.now_s)
+    a.admission.node_freed(other.node, a.now_s)
+    assert longer.sent_s is not None
+
+
+def test_a_process_yields_again_when_a_node_has_room_again() -> None:
+    fleet = Fleet(Health())
+    peer = Peer("b", fleet, CacheView(Index()), None)
+    turns = ClusterTurns({"b": peer}, lambda: None)
+    node = fleet.add(NodeConfig(url="http://n:1", models=("m",)))
+    Ticket(node, 0.0)
+    peer.heads = {node.name: (HIGH, 1.0)}
+    assert not turns.is_ours(node, NORMAL, 1000.0, 0.0)
+    turns.no_room(node)  # the peer's request has taken it
+    assert not turns.is_ours(node, NORMAL, 1000.0, 0.5)
+    assert turns.is_ours(node, NORMAL, 1000.0, 0.7)
+
+
+def test_processes_that_wait_for_a_peer_in_vain_do_not_all_send_at_once() -> None:
+    fleet = Fleet(Health())
+    node = fleet.add(NodeConfig(url="http://n:1", models=("m",)))
+    Ticket(node, 0.0)
+    begins_s = []
+    for ahead in (1, 2, 3):
+        peers = {str(at): Peer(str(at), fleet, CacheView(Index()), None) for at in range(ahead)}
+        for at, peer in enumerate(peers.values()):
+            peer.heads = {node.name: (NORMAL, 10.0 * at)}
+        turns = ClusterTurns(peers, lambda: None)
+        begins_s.append(next(ms for ms in range(1000) if turns.is_ours(node, NORMAL, 1000.0, ms / 1000)))
+    assert min(later - sooner for sooner, later in pairwise(begins_s)) >= 40
+
+
+def test_a_request_that_begins_to_wait_is_published_at_once() -> None:
+    a, b = Process("a", nodes=1), Process("b", nodes=1)
+    a.admission.submit(Pending(a, 0, 8000), a.now_s)
+    a.admission.submit(Pending(a, 1, 7000), a.now_s)
+    exchange(a, b)
+    before = b.state.peers["a"].heads["n0"]
+    a.now_s += 0.03
+    a.admission.submit(Pending(a, 2, 3000), a.now_s)
+    exchange(a, b)
+    assert b.state.peers["a"].heads["n0"] < before
 
 
 def test_a_process_without_peers_sees_room_before_the_first_token() -> None:

@@ -233,13 +233,16 @@ static void unlist_prefill(NodeState *node, TicketState *t) {
 double remaining_work(const NodeState *node, double now_s) {
     const TicketState *first = node->first_prefill;
     double pending = larger(0.0, node->pending_work);
-    if (!first)
+    double work = first ? first->pending_work : 0.0, since_s = first ? first->opened_s + node->round_trip_ms / 1000.0 : 0.0;
+    if (node->peer_prefill_of && (!first || node->peer_prefill_s < since_s)) {
+        work = node->peer_prefill_work;
+        since_s = node->peer_prefill_s;
+    } else if (!first)
         return pending;
-    double began_s = larger(first->opened_s + node->round_trip_ms / 1000.0, node->prefill_ended_s);
-    double done = larger(0.0, now_s - began_s) * 1000.0 / speed_of(node)->ms_per_token;
-    if (done > PREFILL_LATE * first->pending_work)
+    double done = larger(0.0, now_s - larger(since_s, node->prefill_ended_s)) * 1000.0 / speed_of(node)->ms_per_token;
+    if (done > PREFILL_LATE * work)
         return pending;
-    return larger(0.0, pending - smaller(done, PREFILLED_MAX_SHARE * first->pending_work));
+    return larger(0.0, pending - smaller(done, PREFILLED_MAX_SHARE * work));
 }
 
 /* Its prefill is done, as far as the router knows. */

@@ -61,6 +61,9 @@ typedef struct {
     /* The part of the figures above that is the peers', and what this process has published of its own (peer_load.c). */
     Py_ssize_t peer_inflight, peer_context_tokens, peer_kv_new;
     double peer_pending_work, published_work;
+    /* The oldest prompt of the peers without a first token: its work, when it reached the node, and whose it is. */
+    double peer_prefill_work, peer_prefill_s;
+    const void *peer_prefill_of;
     Py_ssize_t published_changes; /* `changes` at that time */
     Py_ssize_t name_at;           /* index of its name in the message that is being packed */
 } NodeState;

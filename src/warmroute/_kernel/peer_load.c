@@ -10,6 +10,8 @@
 
 #define MAX_COUNT (1LL << 50)
 #define MAX_NUMBER 1e15
+/* A node's metrics contained the requests of peers that become known up to this much later: they are not those of others. */
+#define REPORTED_S 0.05
 
 /* A row as it is sent: all numbers have 8 bytes. */
 typedef struct {
@@ -20,9 +22,10 @@ typedef struct {
     int64_t opened, output_tokens;
     double ms_per_token, speed_factor;
     int64_t answers;
+    double prefill_work, prefill_s; /* its oldest prompt without a first token, and when that reached the node, by its clock */
 } Row;
 
-_Static_assert(sizeof(Row) == 80, "a row has no padding");
+_Static_assert(sizeof(Row) == 96, "a row has no padding");
 
 /* What one peer published last about one node, as it is counted in the node's figures. */
 typedef struct {
@@ -77,6 +80,34 @@ static int change_load(PeerRow *self, int64_t inflight, double pending_work, int
     return requests ? add_to_groups(node, requests) : 0;
 }
 
+/* Forgets that this peer's prompt is the first one of the peers on the node. */
+static void end_peer_prefill(PeerRow *self) {
+    NodeState *node = self->node;
+    if (node->peer_prefill_of == self) {
+        node->peer_prefill_of = NULL;
+        node->peer_prefill_work = 0.0;
+    }
+}
+
+/* Keeps the oldest prompt of all peers that has no first token: the node prefills it now, unless one of this process is
+ * older. Another one follows with the next row of its process. */
+static void note_peer_prefill(PeerRow *self, const Row *row, double sent_s, double now_s) {
+    NodeState *node = self->node;
+    double since_s = now_s - larger(0.0, sent_s - row->prefill_s);
+    if (node->peer_prefill_of == self) {
+        if (row->prefill_work > 0.0 && row->prefill_s == self->row.prefill_s) /* the faster message was more exact */
+            since_s = smaller(since_s, node->peer_prefill_s);
+        else
+            node->prefill_ended_s = larger(node->prefill_ended_s, now_s);
+        end_peer_prefill(self);
+    }
+    if (row->prefill_work > 0.0 && (!node->peer_prefill_of || since_s < node->peer_prefill_s)) {
+        node->peer_prefill_of = self;
+        node->peer_prefill_work = row->prefill_work;
+        node->peer_prefill_s = since_s;
+    }
+}
+
 static void record_peer_arrivals(NodeState *node, int64_t arrivals, double now_s) {
     double rate = node->arrival_rate * exp(smaller(0.0, node->arrival_s - now_s) / ARRIVAL_DECAY_S);
     node->arrival_rate = rate + (double)arrivals * 0.001 / ARRIVAL_DECAY_S;
@@ -104,17 +135,24 @@ static int record_peer_output(PyObject *cache, int64_t tokens, PyObject *now) {
 }
 
 /* Counts a new row of the peer. Returns 1 where the node has less work than before, -1 with an exception. */
-static int apply_row(PeerRow *self, const Row *row, PyObject *cache, PyObject *now, double now_s, int64_t min_answers) {
+static int apply_row(
+    PeerRow *self, const Row *row, PyObject *cache, PyObject *now, double sent_s, double now_s, int64_t min_answers) {
     NodeState *node = self->node;
     SpeedState *speed = speed_of(node);
     Row before = self->row;
     int has_less = row->inflight < before.inflight || row->pending_work < before.pending_work;
     if (change_load(self, row->inflight, row->pending_work, row->context_tokens, row->kv_new) < 0)
         return -1;
+    note_peer_prefill(self, row, sent_s, now_s);
     self->row = *row;
     node->kv_delta += row->kv_sum - before.kv_sum;
-    if (row->opened > before.opened)
+    if (row->opened > before.opened) {
         record_peer_arrivals(node, row->opened - before.opened, now_s);
+        if (now_s - node->polled_s < REPORTED_S) {
+            int64_t others = node->other_load - (row->opened - before.opened);
+            node->other_load = others > 0 ? (Py_ssize_t)others : 0;
+        }
+    }
     if (speed && !speed->answers && row->answers >= min_answers && row->ms_per_token > 0.0) {
         Py_INCREF(speed); /* Python code runs */
         int failed = guess_speed(speed, row) < 0;
@@ -130,6 +168,7 @@ static int apply_row(PeerRow *self, const Row *row, PyObject *cache, PyObject *n
 
 static PyObject *peer_row_clear(PeerRow *self, PyObject *unused) {
     (void)unused;
+    end_peer_prefill(self);
     if (change_load(self, 0, 0.0, 0, 0) < 0)
         return NULL;
     Py_RETURN_NONE;
@@ -141,6 +180,7 @@ static PyObject *peer_row_inflight(PeerRow *self, void *unused) {
 }
 
 static void peer_row_dealloc(PeerRow *self) {
+    end_peer_prefill(self);
     Py_CLEAR(self->node);
     Py_TYPE(self)->tp_free(self);
 }
@@ -174,7 +214,8 @@ static int is_row(const Row *row) {
     return is_count(row->inflight) && is_number(row->pending_work) && is_count(row->context_tokens) &&
            is_count(row->kv_new) && row->kv_sum >= -MAX_NUMBER && row->kv_sum <= MAX_NUMBER && is_count(row->opened) &&
            is_count(row->output_tokens) && is_number(row->ms_per_token) && is_number(row->speed_factor) &&
-           is_count(row->answers);
+           is_count(row->answers) && is_number(row->prefill_work) && row->prefill_s >= -MAX_NUMBER &&
+           row->prefill_s <= MAX_NUMBER;
 }
 
 static PyObject *check_load_rows(PyObject *module, PyObject *const *args, Py_ssize_t count) {
@@ -219,14 +260,14 @@ static PeerRow *peer_row(PyObject *rows, PyObject *name, NodeState *node, const 
 }
 
 static PyObject *apply_load_rows(PyObject *module, PyObject *const *args, Py_ssize_t count) {
-    double now_s;
+    double sent_s, now_s;
     int from_start;
     Py_ssize_t min_answers;
     (void)module;
-    if (check_count(count, 8) < 0 || check_type(args[0], &PyDict_Type) < 0 || check_type(args[1], &PyDict_Type) < 0 ||
+    if (check_count(count, 9) < 0 || check_type(args[0], &PyDict_Type) < 0 || check_type(args[1], &PyDict_Type) < 0 ||
         check_type(args[2], &PyDict_Type) < 0 || check_type(args[3], &PyTuple_Type) < 0 ||
         check_type(args[4], &PyBytes_Type) < 0 || as_double(args[5], &now_s) < 0 ||
-        (from_start = PyObject_IsTrue(args[6])) < 0 || as_size(args[7], &min_answers) < 0)
+        (from_start = PyObject_IsTrue(args[6])) < 0 || as_size(args[7], &min_answers) < 0 || as_double(args[8], &sent_s) < 0)
         return NULL;
     PyObject *rows = args[0], *nodes = args[1], *caches = args[2], *names = args[3];
     if (PyBytes_GET_SIZE(args[4]) / (Py_ssize_t)sizeof(Row) < PyTuple_GET_SIZE(names)) {
@@ -247,7 +288,7 @@ static PyObject *apply_load_rows(PyObject *module, PyObject *const *args, Py_ssi
             known = peer_row(rows, name, (NodeState *)node, &row, from_start);
         Py_XINCREF(known); /* Python code runs below */
         Py_XINCREF(cache);
-        if (!known || (has_less = apply_row(known, &row, cache, args[5], now_s, min_answers)) < 0 ||
+        if (!known || (has_less = apply_row(known, &row, cache, args[5], sent_s, now_s, min_answers)) < 0 ||
             (has_less && PyList_Append(freed, (PyObject *)known->node) < 0)) {
             if (!PyErr_Occurred())
                 wrong_type(&NodeType);
@@ -267,6 +308,7 @@ static int has_news(const NodeState *node, int full) {
 
 static int fill_row(Row *row, NodeState *node, PyObject *cache) {
     const SpeedState *speed = speed_of(node);
+    const TicketState *first = node->first_prefill;
     Py_ssize_t inflight = node->inflight - node->peer_inflight, opened = inflight, output_tokens = 0;
     if (cache) {
         PyObject *found = PyObject_GetAttr(cache, output_tokens_name);
@@ -284,7 +326,8 @@ static int fill_row(Row *row, NodeState *node, PyObject *cache) {
         .context_tokens = node->context_tokens - node->peer_context_tokens, .kv_new = node->kv_new - node->peer_kv_new,
         .kv_sum = node->kv_sum, .opened = opened, .output_tokens = output_tokens,
         .ms_per_token = speed ? speed->learned_ms_per_token : 0.0, .speed_factor = speed ? speed->factor : 1.0,
-        .answers = speed ? speed->answers : 0};
+        .answers = speed ? speed->answers : 0, .prefill_work = first ? larger(0.0, first->pending_work) : 0.0,
+        .prefill_s = first ? first->opened_s + node->round_trip_ms / 1000.0 : 0.0};
     return 0;
 }
 

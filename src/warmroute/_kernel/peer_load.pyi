@@ -26,6 +26,7 @@ def apply_load_rows(
     now_s: float,
     from_start: bool,
     min_answers: int,
+    sent_s: float,
     /,
 ) -> list[Any]:
     """Count the rows that a peer published; `data` has one for each of `names`, and was checked. Return the nodes that
@@ -33,7 +34,8 @@ def apply_load_rows(
 
     `rows`: the peer's rows by node, which it adds to. `nodes` and `caches`: dicts of this process's nodes, with their
     `groups`, and of their caches. `from_start`: the peer's totals began at 0 while this process listened. A node that
-    was not measured here takes the peer's speed if the peer learned it from `min_answers`."""
+    was not measured here takes the peer's speed if the peer learned it from `min_answers`. `sent_s`: when the peer
+    sent the message, by its clock."""
 
 def pack_load_rows(
     nodes: Mapping[str, NodeState], caches: Mapping[str, Any], full: bool, most: int, /

@@ -1,15 +1,18 @@
 """The order of requests that wait in the queues of several processes for the same node (see routing/turns.py).
 
-Each process publishes, by node, the priority and the prefill time of its first request. A process leaves a node's room
-to a peer whose first request comes before its own, but not for longer than MAX_YIELD_S: the peer's request may have
-gone elsewhere meanwhile. It does not leave an idle node to a peer, nor the turn of an overdue request: each process
-keeps the guarantee of its own requests. The order between tenants is kept within each process only.
+Each process publishes, by node, the priority and the prefill time of its first request; and, by model, those of its
+first request that would go to any node with room. A process leaves a node's room to a peer whose first request comes
+before its own. The peer's request may go elsewhere, so each process waits for its turn: TURN_S for each peer that comes
+before it. If all waited for the same time, all would send at once. A process does not leave an idle node to a peer, nor
+the turn of an overdue request: each process keeps the guarantee of its own requests. The order between tenants is kept
+within each process only.
+
+All processes know when the node's first prompt reached it, whichever process sent that (_kernel/peer_load.c). So they
+see room before the prompt's first token at about the same time, and agree on the next request while the node is busy.
 
 Two processes can still send to a node at the same time: each knows only what the other published. `work_left` assumes
 that each peer has sent the node as much since its last message as this process has. So all processes together exceed
-the limit of a node by at most one prompt each. Only the process that sent a node's first prompt can tell how much of it
-is prefilled. If it always used that, it would be the first to see that the node has room, each time. So all of the
-prompt counts until its first token comes if a peer has prompts there, or requests that wait for the node.
+the limit of a node by at most one prompt each.
 """
 
 from __future__ import annotations
@@ -20,7 +23,10 @@ from typing import Final
 from warmroute.cluster.peer import Peer
 from warmroute.fleet.node import Node
 
-MAX_YIELD_S: Final = 0.1
+TURN_S: Final = 0.05
+"""How long a process leaves a node's room to one peer: until it would know that the peer has taken it."""
+MAX_YIELD_S: Final = 0.4
+"""How long it leaves the room to all of them."""
 FORGET_AFTER_S: Final = 10.0
 """After this time a node at which this process yields no more is forgotten: it may have left."""
 
@@ -36,20 +42,31 @@ class ClusterTurns:
     def is_ours(self, node: Node, priority: int, work_ms: float, now_s: float) -> bool:
         if not node.inflight:  # the peer's request is not waiting for this node, or goes there at once, too
             return True
-        name = node.name
-        for peer in self._peers.values():
-            head = peer.heads.get(name)
-            if head is None:
-                continue
-            if head < (priority, work_ms):
-                since_s = self._yields_since_s.get(name)
-                if since_s is None:
-                    since_s = self._yields_since_s[name] = now_s
-                    self._forget_old_yields(now_s)
-                if now_s - since_s <= MAX_YIELD_S:
-                    return False
-        self._yields_since_s.pop(name, None)
+        name, own = node.name, (priority, work_ms)
+        ahead = sum([self._comes_first(peer, node, own) for peer in self._peers.values()])
+        if not ahead:
+            self._yields_since_s.pop(name, None)
+            return True
+        since_s = self._yields_since_s.get(name)
+        if since_s is None:
+            since_s = self._yields_since_s[name] = now_s
+            self._forget_old_yields(now_s)
+        if now_s - since_s <= min(MAX_YIELD_S, TURN_S * ahead):
+            return False
+        del self._yields_since_s[name]
         return True
+
+    @staticmethod
+    def _comes_first(peer: Peer, node: Node, own: tuple[int, float]) -> bool:
+        """Return whether a request of the peer comes before this process's."""
+        head = peer.heads.get(node.name)
+        if head is not None and head < own:
+            return True
+        firsts = peer.firsts
+        return bool(firsts) and any(group.model in firsts and firsts[group.model] < own for group in node.groups)
+
+    def no_room(self, node: Node) -> None:
+        self._yields_since_s.pop(node.name, None)
 
     def _forget_old_yields(self, now_s: float) -> None:
         if len(self._yields_since_s) >= self._forget_at:
@@ -63,9 +80,5 @@ class ClusterTurns:
         self._changed()
 
     def work_left(self, node: Node, now_s: float) -> float:
-        peers, name = self._peers, node.name
-        if not peers:
-            return node.remaining_work(now_s)
-        is_shared = node.peer_pending_work >= 1.0 or any(name in peer.heads for peer in peers.values())
-        work = node.pending_work if is_shared else node.remaining_work(now_s)
-        return work + len(peers) * max(0.0, node.own_pending_work - node.published_work)
+        work = node.remaining_work(now_s)
+        return work + len(self._peers) * max(0.0, node.own_pending_work - node.published_work)

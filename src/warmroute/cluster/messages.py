@@ -18,7 +18,7 @@ from msgspec import Meta
 
 from warmroute._kernel import check_first_tokens, check_load_rows
 
-VERSION: Final = 5
+VERSION: Final = 6
 """Changes with the meaning of a field, and with the fields of `NodeChange`, of which peers compare digests. A process
 ignores messages of other versions."""
 PUBLISH_S: Final = 0.02
@@ -93,7 +93,7 @@ class Update(msgspec.Struct, frozen=True, array_like=True):
     nodes: Names = ()
     """The nodes that `rows` describes, in the same order."""
     rows: bytes = b""
-    """What the process has on each of these nodes now, and totals since its start, 80 bytes each. The kernel packs,
+    """What the process has on each of these nodes now, and totals since its start, 96 bytes each. The kernel packs,
     checks and applies them (_kernel/peer_load.c):
 
     inflight, pending_work, context_tokens, kv_new
@@ -101,11 +101,15 @@ class Update(msgspec.Struct, frozen=True, array_like=True):
     opened            total of the requests that it sent to the node
     output_tokens     total of the tokens that the node generated for it, which take room in the node's cache
     ms_per_token, speed_factor, answers
-                      the prefill speed that it has learned, and from how many answers"""
+                      the prefill speed that it has learned, and from how many answers
+    prefill_work, prefill_s
+                      its oldest prompt there without a first token, and when that reached the node"""
     waiting: Annotated[dict[Name, Count], Meta(max_length=MAX_MODELS)] = {}
     """Requests in its admission queue, by model."""
     heads: Annotated[dict[Name, tuple[Count, float]], Meta(max_length=MAX_NODES)] = {}
     """Priority and score of the first request that waits for a node, by node."""
+    firsts: Annotated[dict[Name, tuple[Count, float]], Meta(max_length=MAX_MODELS)] = {}
+    """Priority and score of the first waiting request that would go to any node with room, by model."""
     taken: Annotated[dict[Name, tuple[Total, Total, Total, Total]], Meta(max_length=MAX_TENANTS)] = {}
     """Of the tenants for which it changed: totals of the requests and tokens that its requests took from the limits,
     and what it knows to be left of both."""
@@ -174,7 +178,7 @@ def decode(message: bytes) -> Update:
         raise BadMessage("the load of a node is not within its bounds")
     if not check_first_tokens(update.first_tokens, len(update.first_token_nodes)):
         raise BadMessage("a first token is not within its bounds")
-    if not all(isfinite(score) for _, score in update.heads.values()):
+    if not all(isfinite(score) for firsts in (update.heads, update.firsts) for _, score in firsts.values()):
         raise BadMessage("a score is not a number")
     if any(len(chain) % 8 for _, chain, _, _ in update.routed):
         raise BadMessage("a list of block hashes is cut off")

@@ -45,6 +45,8 @@ class Peer:
         """Messages that did not arrive, or not in order."""
         self.heads: dict[str, tuple[int, float]] = {}
         """Priority and score of its first waiting request, by node."""
+        self.firsts: dict[str, tuple[int, float]] = {}
+        """The same of its first request that would go to any node with room, by model."""
         self.changes_digest = 0
         """A hash of all changes of nodes that it knows."""
         self.left = False
@@ -79,7 +81,7 @@ class Peer:
         if update.nodes:
             freed = apply_load_rows(
                 rows, self._fleet.by_name, self._cache_view.by_name, update.nodes, update.rows, now_s,
-                self._from_start, MIN_ANSWERS,
+                self._from_start, MIN_ANSWERS, update.sent_s,
             )  # fmt: skip
         if update.full:
             for name in rows.keys() - set(update.nodes):
@@ -89,7 +91,7 @@ class Peer:
                 if self._fleet.find(name) is None:
                     del rows[name]
         self._apply_waiting(update.waiting)
-        self.heads = update.heads
+        self.heads, self.firsts = update.heads, update.firsts
         self.changes_digest = update.changes_digest
         if self._limits is not None:
             self._apply_taken(update.taken, self._limits, now_s)
@@ -138,6 +140,6 @@ class Peer:
         for row in rows:
             row.clear()
         self._rows.clear()
-        self.heads = {}
+        self.heads, self.firsts = {}, {}
         self._apply_waiting({})
         return freed

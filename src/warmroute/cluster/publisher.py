@@ -54,6 +54,7 @@ class Publisher:
         self._homes = affinity.log = []
         self.sequence = 0
         self._heads: dict[str, tuple[int, float]] = {}
+        self._waiting: dict[str, int] = {}
         self._full_s = -1e9
         self._asks = ""
         for node in fleet:
@@ -71,19 +72,20 @@ class Publisher:
         first_token_nodes, first_tokens = self._speeds.take_own()
         waiting = {group.model: own for group in self._fleet.groups if (own := group.waiting - group.peer_waiting) > 0}
         taken = self._newly_taken(full, now_s) if self._limits else {}
-        heads = self._queue.heads_by_node(now_s) if self._queue.tenants else {}
-        news = rows or first_tokens or taken or self._routed or self._homes or heads.keys() != self._heads.keys()
+        heads, firsts = self._queue.first_waiting(now_s) if self._queue.tenants else ({}, {})
+        queue_changed = waiting != self._waiting or heads.keys() != self._heads.keys()
+        news = queue_changed or rows or first_tokens or taken or self._routed or self._homes
         changes, digest = (nodes.take_unpublished(), nodes.digest) if nodes is not None else ((), 0)
         if not (full or news or changes or asks != self._asks or digest != self._changes_digest):
             return None
         self._asks, self._changes_digest = asks, digest
         if full:
             self._full_s = now_s
-        self._heads = heads
+        self._heads, self._waiting = heads, waiting
         self.sequence += 1
         return Update(
-            VERSION, self.sender, self.sequence, now_s, full, nodes_with_news, rows, waiting, heads, taken,
-            first_token_nodes, first_tokens, self._take_routed(), self._take_homes(), changes, digest,
+            VERSION, self.sender, self.sequence, now_s, full, nodes_with_news, rows, waiting, heads, firsts,
+            taken, first_token_nodes, first_tokens, self._take_routed(), self._take_homes(), changes, digest,
             demand.own() if demand is not None and full else None, asks,
         )  # fmt: skip
 

@@ -56,8 +56,9 @@ class CacheView:
         """Pending predictions with a first token, and when the router looks for their events."""
         self._overdue: deque[tuple[float, Prediction]] = deque()
         """Those whose events had not arrived by then, and when they stop being pending in any case."""
-        self._peers_pending: list[tuple[float, int, Prediction]] = []
-        """A heap: pending predictions of peers, and when they stop being pending."""
+        self._peers_pending: list[tuple[float, int, float, Prediction]] = []
+        """A heap of the pending predictions of peers: when to check whether they are still pending, and when they stop
+        being so in any case."""
         self._order = count()
         self.lookup_errors = 0
         """Requests that were routed by load because the index failed at their prompt."""
@@ -289,7 +290,8 @@ class CacheView:
             return
         prediction = Prediction(cache, chain, 0, 0, ROUTED, exact, now_s, comparable=False)
         if prediction.pending:
-            heappush(self._peers_pending, (prefilled_s + EVENT_DELAY_S, next(self._order), prediction))
+            latest_s = prefilled_s + (prefilled_s - now_s) + PENDING_TIMEOUT_S
+            heappush(self._peers_pending, (prefilled_s + EVENT_DELAY_S, next(self._order), latest_s, prediction))
 
     def first_token(self, prediction: Prediction, now_s: float) -> None:
         """Handle a first token: the prompt is prefilled, and events will soon report the pending blocks."""
@@ -310,8 +312,13 @@ class CacheView:
                 overdue.append((at_s - EVENT_DELAY_S + PENDING_TIMEOUT_S, prediction))
         while overdue and overdue[0][0] <= now_s:
             self._end_pending(overdue.popleft()[1])
-        while self._peers_pending and self._peers_pending[0][0] <= now_s:
-            heappop(self._peers_pending)[2].end_pending()
+        peers = self._peers_pending
+        while peers and peers[0][0] <= now_s:
+            at_s, order, latest_s, prediction = heappop(peers)
+            if at_s < latest_s and not self._reported_by_events(prediction.cache, prediction.chain[-8:]):
+                heappush(peers, (latest_s, order, latest_s, prediction))  # its prefill takes longer than estimated
+            else:
+                prediction.end_pending()
 
     def _reported_by_events(self, cache: NodeCache, block: bytes) -> bool:
         """Return whether the node's events say that it holds this block."""

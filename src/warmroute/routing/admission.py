@@ -187,7 +187,10 @@ class Admission:
         turns = self.turns
         work = node.remaining_work(now_s) if turns is None else turns.work_left(node, now_s)
         # Work in transit keeps no GPU busy, and a distant node has more of it.
-        return work * node.speed.ms_per_token + more_ms <= self.config.max_node_backlog_ms + node.round_trip_ms
+        has_room = work * node.speed.ms_per_token + more_ms <= self.config.max_node_backlog_ms + node.round_trip_ms
+        if turns is not None and not has_room and not more_ms:
+            turns.no_room(node)
+        return has_room
 
     def _queues(self, request: RoutingRequest) -> bool:
         """Return whether the request waits at the router while its node has no room."""

@@ -33,6 +33,8 @@ WORK_SAMPLE: Final = 64
 
 Key = tuple[int, str]
 """Priority and tenant."""
+Head = tuple[int, float]
+"""Priority and effective work of a request that waits."""
 
 
 def _key(pending: PendingRequest) -> Key:
@@ -297,14 +299,19 @@ class AdmissionQueue:
         for tenant in self.tenants.values():
             yield from tenant.by_work.heads()
 
-    def heads_by_node(self, now_s: float) -> dict[str, tuple[int, float]]:
-        """Return, by node, the priority and the effective work of the first request that waits for it."""
-        heads: dict[str, tuple[int, float]] = {}
+    def first_waiting(self, now_s: float) -> tuple[dict[str, Head], dict[str, Head]]:
+        """Return the first request that waits for each node; and, by model, the first that would go to any node with
+        room."""
+        by_node: dict[str, Head] = {}
+        by_model: dict[str, Head] = {}
         for queued in self.heads():
-            name, head = queued.decision.entry_node.name, (queued.pending.request.priority, queued.effective_key(now_s))
-            if name not in heads or head < heads[name]:
-                heads[name] = head
-        return heads
+            head = queued.pending.request.priority, queued.effective_key(now_s)
+            name, model = queued.decision.entry_node.name, queued.group.model
+            if name not in by_node or head < by_node[name]:
+                by_node[name] = head
+            if (model not in by_model or head < by_model[model]) and queued.goes_anywhere:
+                by_model[model] = head
+        return by_node, by_model
 
     # Order.
 

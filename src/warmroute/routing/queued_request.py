@@ -13,6 +13,7 @@ from typing import Final, Protocol
 
 from warmroute.fleet.group import Group
 from warmroute.fleet.node import Node
+from warmroute.fleet.prefill_work import work
 from warmroute.index.lookup import Lookup
 from warmroute.prompt.routing_request import RoutingRequest
 from warmroute.routing.decision import Decision
@@ -115,6 +116,15 @@ class QueuedRequest:
         work_ms = self.prefill_ms
         if work_ms < 0.5 * self.least_work_ms:
             self.least_work_ms, self.cheaper_s = work_ms, now_s
+
+    @property
+    def goes_anywhere(self) -> bool:
+        """Whether a node that has nothing of its prompt cached would serve it sooner than its node, if it had room."""
+        price = self.decision.price
+        if price is None:
+            return True
+        cold_ms = work(price.new + price.cached, 0.0) * self.decision.entry_node.speed.ms_per_token
+        return cold_ms <= price.wait + price.prefill + price.room
 
     def may_go_to(self, node: Node) -> bool:
         query = self.decision.query

@@ -21,5 +21,8 @@ class Turns(Protocol):
         """Return the prefill work that may be left on the node, with what peers may have sent there that this process
         does not know of yet."""
 
+    def no_room(self, node: Node) -> None:
+        """The node has no room: its next room is another one."""
+
     def queued(self) -> None:
         """A request was queued: peers should know of it."""

@@ -59,6 +59,8 @@ class Supervisor:
         self._workers: dict[int, WorkerProcess] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._stopping = asyncio.Event()
+        self._served = False
+        """Whether any worker has ever served."""
         self._failed: int | None = None
         """Exit status of a worker that ended before any worker served."""
         self.restarts = 0
@@ -164,10 +166,7 @@ class Supervisor:
             worker = self._workers[number] = WorkerProcess(
                 number, self._folder, self._origin, self._ready, self._replicas.pass_on
             )
-            await worker.start(self._command)
-            if self._stopping.is_set():
-                worker.signal(signal.SIGTERM)
-            status = await worker.wait()
+            status = await self._run(worker)
             if worker.cluster_id:
                 self._tell_others(worker, GONE, worker.cluster_id)
                 self._replicas.ended(worker)
@@ -175,7 +174,7 @@ class Supervisor:
                 self._passing.give_again(worker.take_unconfirmed())
             if self._stopping.is_set():
                 return
-            if not any(one.cluster_id for one in self._workers.values()):
+            if not self._served:
                 self._failed = status if status > 0 else 1
                 self._stopping.set()
                 return
@@ -188,7 +187,20 @@ class Supervisor:
             )  # fmt: skip
             await asyncio.sleep(pause_s)
 
+    async def _run(self, worker: WorkerProcess) -> int:
+        """Run a worker until it ends. Return its exit status."""
+        try:
+            await worker.start(self._command)
+        except OSError as error:  # the system has no memory, processes or file descriptors left
+            log.error("worker_not_started", "The parent tries again.", worker=worker.number, reason=error)
+            worker.ended.set()
+            return 1
+        if self._stopping.is_set():
+            worker.signal(signal.SIGTERM)
+        return await worker.wait()
+
     def _ready(self, worker: WorkerProcess) -> None:
+        self._served = True
         self._spawn(self._admit(worker))
 
     async def _admit(self, worker: WorkerProcess) -> None:

@@ -48,13 +48,19 @@ class WorkerProcess:
         self._process: asyncio.subprocess.Process | None = None
 
     async def start(self, command: Sequence[str]) -> None:
+        """Raises OSError."""
         link, its_link = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         passing, its_passing = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with its_link, its_passing:
             seat = Seat(self.number, its_link.fileno(), its_passing.fileno(), self.admin_socket, self._origin)
-            self._process = await asyncio.create_subprocess_exec(
-                *command, env=seat.environment(), pass_fds=(seat.link_fd, seat.passing_fd), start_new_session=True
-            )
+            try:
+                self._process = await asyncio.create_subprocess_exec(
+                    *command, env=seat.environment(), pass_fds=(seat.link_fd, seat.passing_fd), start_new_session=True
+                )
+            except OSError:
+                link.close()
+                passing.close()
+                raise
         for one in (link, passing):
             one.setblocking(False)
         self._passing = passing
