@@ -67,6 +67,8 @@ def test_a_node_prefills_for_no_other_one_until_its_answer_ends() -> None:
     first.ticket.first_token(harness.now_s)
     second = harness.submit(30_000, may_split=True)
     assert second.queued and second.harness.admission.queue.waiting == 1
+    price = harness.choose(prompt(30_000)).price
+    assert price is not None and price.wait > 100.0, "it waits for the end of the answer"
     harness.free(first.ticket)
     assert not second.queued and harness.node("p0").whole_answers == (second.decision.pair is None)
 

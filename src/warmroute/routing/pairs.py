@@ -289,14 +289,14 @@ class Pairs:
             node = prefill_nodes.nodes[index]
             if 0 < node.context_window(query.group.model) <= row.cached + row.new:
                 continue
-            decoding_ms = waiting_ms = 0.0
+            decoding_ms = 0.0
             if node.role != "prefill" or node.whole_answers:
                 token_ms = query.group.decode_speed.token_ms(node.context_tokens) * node.speed.factor
                 if node.is_blocked(query.now_s):  # admission waits for the end of the answer
-                    waiting_ms = ANSWER_LEFT * output * token_ms
+                    row = row._replace(wait=row.wait + ANSWER_LEFT * output * token_ms)
                 else:
                     decoding_ms = _interference_ms(node, _stall_ms(row, token_ms))
-            parts.append(_Part(node, index, row, row.own + waiting_ms, row.memory + row.congestion + decoding_ms))
+            parts.append(_Part(node, index, row, row.own, row.memory + row.congestion + decoding_ms))
         return parts, prices
 
     def decode_node(self, query: Query, policy: PricePolicy, pair: Pair, current: Node) -> Node:
