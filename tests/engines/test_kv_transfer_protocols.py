@@ -11,6 +11,7 @@ from warmroute._kernel import outline_body
 from warmroute.config import Health, NodeConfig
 from warmroute.edge.splittable import may_split
 from warmroute.engines.kv_transfers import KV_TRANSFERS
+from warmroute.engines.trtllm_kv_transfer import MAX_IDS_BYTES
 from warmroute.fleet.node import Node
 from warmroute.prompt.body_splice import splice
 
@@ -147,3 +148,7 @@ def test_parameters_are_valid_and_of_a_limited_size(engine: str) -> None:
     for params in (b'{"a":"\xff"}', b'{"\xff":1}', b'{"a":"\xed\xa0\x80"}', b'{"a":%b}' % (b"[" * 5000)):
         assert bodies(engine, answer_with(engine, params))[1] is None
     assert bodies("trtllm", answer_with("trtllm", b'{"a":1}', b'["\xff"]'))[1] is None
+    ids = b"[%b1]" % (b"1," * 1000)
+    assert bodies("trtllm", answer_with("trtllm", b'{"a":1}', ids))[1] is not None
+    ids = b"[%b1]" % (b"1," * (MAX_IDS_BYTES // 2))
+    assert bodies("trtllm", answer_with("trtllm", b'{"a":1}', ids))[1] is None

@@ -59,6 +59,10 @@ class RealEngine:
     process: subprocess.Popen[bytes] | None = None
     flags: list[str] = field(default_factory=list)
     """Flags of vLLM beside those that every engine here has."""
+    python: Path | None = None
+    """None: that of the environment with vLLM."""
+    script: str = "serve_forked.py"
+    environment: dict[str, str] = field(default_factory=dict)
 
     @property
     def url(self) -> str:
@@ -73,14 +77,14 @@ class RealEngine:
             "topic": f"kv@127.0.0.1:{self.port}@tiny",
         }
         command = [
-            str(vllm_python()), str(HERE / "serve_forked.py"),
+            str(self.python or vllm_python()), str(HERE / self.script),
             "--model", str(self.model), "--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(self.port),
             "--dtype", "bfloat16", "--max-model-len", str(MAX_LEN), "--enforce-eager", "--enable-prefix-caching",
             "--block-size", str(BLOCK), "--num-gpu-blocks-override", str(BLOCKS), "--max-num-seqs", "16",
             "--enable-prompt-tokens-details", "--enable-request-id-headers", "--kv-events-config", json.dumps(events),
             *self.flags,
         ]  # fmt: skip
-        environment = os.environ | ENVIRONMENT | {"PATH": f"{VENV / 'bin'}:{os.environ['PATH']}"}
+        environment = os.environ | ENVIRONMENT | self.environment | {"PATH": f"{VENV / 'bin'}:{os.environ['PATH']}"}
         with (self.folder / f"{self.name}.log").open("ab") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
 

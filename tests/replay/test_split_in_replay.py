@@ -53,6 +53,14 @@ def test_long_prompts_are_split_and_short_ones_are_not() -> None:
     assert prefilled == pytest.approx(world.results.prompt_tokens, rel=0.01), "each prompt is prefilled once"
 
 
+def test_idle_prefill_nodes_serve_long_prompts_without_a_transfer() -> None:
+    world = run_world(setup(fleet=nodes(3, 3), rate=1.0))
+    assert world.requests.counters.split_requests["transferred"] <= 2
+    assert not any(sim.node.whole_answers for sim in world.nodes.values())
+    alone = replay(setup(fleet=nodes(0, 0, 6), rate=1.0))
+    assert replay(setup(fleet=nodes(3, 3), rate=1.0))["ttft_ms"]["p99"] <= 1.02 * alone["ttft_ms"]["p99"]
+
+
 @pytest.mark.parametrize("policy", ["price", "price:split=always", "llm_d_split", "dynamo_split"])
 def test_every_request_is_answered(policy: str) -> None:
     run = replay(setup(policy))

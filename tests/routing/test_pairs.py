@@ -8,6 +8,7 @@ from routing_harness import RoutingHarness, explained, prompt
 
 from warmroute.config import Pricing
 from warmroute.fleet.kv_transfer import HALF_LIFE_S, LATENCY_MS, PRIOR_MS_PER_TOKEN, TransferSpeed
+from warmroute.fleet.long_prompts import LongPrompts
 from warmroute.fleet.node import Node, Outcome
 from warmroute.fleet.ticket import Ticket
 from warmroute.index.lookup import Lookup
@@ -20,12 +21,24 @@ from warmroute.routing.routing_errors import NoNodeAvailable
 class PairHarness(RoutingHarness):
     """Prefill nodes p0, p1…, and decode nodes d0, d1…"""
 
-    def __init__(self, prefill: int = 1, decode: int = 1, engine: str = "vllm", pricing: Pricing | None = None) -> None:
+    def __init__(
+        self, prefill: int = 1, decode: int = 1, engine: str = "vllm", pricing: Pricing | None = None,
+        long_prompts: float = 20.0,
+    ) -> None:  # fmt: skip
+        """`long_prompts`: how many came per second. With many of them, prefill nodes serve no whole requests."""
         super().__init__(0, pricing=pricing)
         for number in range(prefill):
             self.add(f"p{number}", 400_000, role="prefill", engine=engine)
         for number in range(decode):
             self.add(f"d{number}", 400_000, role="decode", engine=engine)
+        self.group = self.fleet.group("m") or self.group
+        self.expect_long_prompts(long_prompts)
+
+    def expect_long_prompts(self, per_s: float) -> None:
+        """Let as many long prompts arrive in the last minutes."""
+        seen = self.group.long_prompts = LongPrompts()
+        for number in range(int(300 * per_s)):
+            seen.record(2000.0, self.now_s - 300.0 + number / per_s)
 
     def node(self, name: str) -> Node:
         return self.fleet.node(name)
@@ -231,8 +244,9 @@ def test_a_network_that_was_slow_is_tried_again_after_a_while() -> None:
     speed = group.transfer_speeds.between("local", "local")
     for _ in range(300):
         speed.learn(30_000, 9e5, harness.now_s)
-    assert pair_of(harness.choose(long)) == (None, "d0"), "the transfer takes minutes"
+    assert harness.choose(long).pair is None, "the transfer takes minutes"
     harness.advance(20 * HALF_LIFE_S)
+    harness.expect_long_prompts(20.0)
     assert pair_of(harness.choose(long)) == ("p0", "d0")
     assert speed.ms_per_token(harness.now_s) == pytest.approx(PRIOR_MS_PER_TOKEN, rel=0.2)
 

@@ -203,6 +203,18 @@ def test_another_decode_node_starts_over_if_the_kv_cache_may_be_released() -> No
     harness.finish(attempts)
 
 
+def test_a_prefill_node_that_drains_gets_no_request_a_second_time() -> None:
+    harness = SplitHarness()
+    attempts, driver, split = harness.split()
+    decode = attempts.ticket.node
+    split.prefill_ended(TRANSFER, None, harness.now_s)
+    harness.fleet.drain("p0")
+    attempts.node_failed(Outcome.FAILED, "the node closed the connection", harness.now_s)
+    assert driver.sent == [decode.name, other(decode.name)], "it prefills itself"
+    assert not harness.node("p0").inflight
+    harness.finish(attempts)
+
+
 def test_a_decode_node_that_goes_down_during_the_prefill_is_replaced() -> None:
     harness = SplitHarness()
     attempts, driver, split = harness.split()

@@ -39,8 +39,9 @@ class NodeConfig(Section, frozen=True):
     role: Annotated[
         Role,
         Meta(
-            description="`prefill` nodes prefill prompts for other nodes. `decode` nodes decode answers, and prefill "
-            "where that costs less. `mixed` nodes do both."
+            description="`prefill` nodes prefill prompts for other nodes, and serve whole requests while they are "
+            "idle and that costs less. `decode` nodes decode answers, and prefill where that costs less. `mixed` nodes "
+            "do both."
         ),
     ] = "mixed"
     bootstrap_port: Annotated[

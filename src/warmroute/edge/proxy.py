@@ -26,7 +26,7 @@ from warmroute.edge.prompt_reader import PendingPrompt, PromptReader
 from warmroute.edge.proxy_client import ProxyClient, RequestExchange
 from warmroute.edge.request_builder import RequestBuilder
 from warmroute.edge.request_ids import random_ids
-from warmroute.edge.splittable import ONLY_VLLM, may_split
+from warmroute.edge.splittable import ONLY_VLLM, may_split, protocol_field
 from warmroute.event_log import EventLog, where_it_failed
 from warmroute.fleet.fleet import Fleet
 from warmroute.fleet.kv_transfer_protocol import KvTransfer
@@ -169,6 +169,9 @@ class Proxy:
     ) -> RequestExchange:  # fmt: skip
         """Serve a request whose body is scanned. Raises HttpError."""
         request = self.requests.build(head, path, scanned, client.tenant)
+        has_pairs = bool(self._kv_transfers) and self._fleet.has_roles
+        if has_pairs and (field := protocol_field(body, scanned.outline)) is not None:
+            raise errors.invalid_field(field, "is set by the router, not by clients")
         if request.route:
             self.counters.route_requests[request.route] += 1
         charge = self._begin_charge(request, path, body) if self._limited else None
@@ -182,7 +185,7 @@ class Proxy:
             trace.begin(exchange.attempts)
         if charge is not None:
             exchange.attempts.charge = charge
-        if self._kv_transfers and self._fleet.has_roles and isinstance(exchange, ProxyExchange):
+        if has_pairs and isinstance(exchange, ProxyExchange):
             allowed = self._fleet.pairs_only_with_vllm or path not in ONLY_VLLM
             request.may_split = allowed and may_split(path, body, scanned.outline)
             exchange.outline = scanned.outline if request.may_split else None

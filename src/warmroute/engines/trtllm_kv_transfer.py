@@ -20,6 +20,8 @@ from warmroute.fleet.kv_transfer_protocol import MAX_PARAMETERS_BYTES
 from warmroute.fleet.node import Node
 
 _CONTEXT_ONLY: Final = b'{"request_type":"context_only"}'
+MAX_IDS_BYTES: Final = 8 << 20
+"""Token ids of a million tokens. Longer ones are ignored: the router parses them while nothing else runs."""
 _NULL: Final = msgspec.Raw(b"null")
 _UNFINISHED: Final = ("length", "not_finished", None)
 
@@ -62,6 +64,8 @@ class TrtllmKvTransfer:
         try:
             found = msgspec.json.decode(response, type=_Response)
             ids = found.prompt_token_ids if bytes(found.prompt_token_ids).startswith(b"[") else _NULL
+            if len(bytes(ids)) > MAX_IDS_BYTES:
+                return None
             msgspec.json.decode(ids)  # the decode node gets these bytes: all of them have to be valid
         except (ValueError, RecursionError):
             return None

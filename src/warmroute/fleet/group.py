@@ -18,6 +18,7 @@ from warmroute.fleet.context_windows import ContextWindows
 from warmroute.fleet.decode_speed import DecodeSpeed
 from warmroute.fleet.health import HealthState
 from warmroute.fleet.kv_transfer import TransferSpeeds
+from warmroute.fleet.long_prompts import LongPrompts
 from warmroute.fleet.lora_adapters import GroupAdapter
 from warmroute.fleet.node import Node
 
@@ -86,6 +87,7 @@ class Group:
     """Nodes that are up and can prefill for another node."""
     half_open_prefill: tuple[Node, ...] = ()
     transfer_speeds: TransferSpeeds = field(default_factory=TransferSpeeds)
+    long_prompts: LongPrompts = field(default_factory=LongPrompts)
     slow_start_until_s: float = 0.0
     """Until then at least one node gets less than its normal share of the traffic."""
     _slow_start_s: float = 0.0

@@ -52,11 +52,11 @@ class Node(NodeState):
 
     speed: NodeSpeed
     __slots__ = (
-        "adapter_names", "api_key_env", "busy_until_s", "config", "context_windows", "draining", "engine",
-        "engine_undetected", "excused_failures", "groups", "health", "host", "incarnation", "island", "kv_connector",
-        "last_progress_s", "loaded_adapters", "model_cards", "models", "no_transfer_until_s", "number",
-        "port", "rates", "recent_requests", "reported", "role", "running", "scheme", "seed", "transfer_tokens", "url",
-        "waiting",
+        "adapter_names", "api_key_env", "blocked_until_s", "busy_until_s", "config", "context_windows", "draining",
+        "engine", "engine_undetected", "excused_failures", "groups", "health", "host", "incarnation", "island",
+        "kv_connector", "last_progress_s", "loaded_adapters", "model_cards", "models", "no_transfer_until_s",
+        "number", "port", "rates", "recent_requests", "reported", "role", "running", "scheme", "seed",
+        "transfer_tokens", "url", "waiting", "whole_answers",
     )  # fmt: skip
 
     def __init__(self, config: NodeConfig, health: HealthConfig, adapters: FleetAdapters | None = None) -> None:
@@ -91,6 +91,10 @@ class Node(NodeState):
         """Until when the node prefills for no other one, because its last answer had no KV transfer parameters."""
         self.transfer_tokens = 0.0
         """KV tokens that other nodes will fetch from this one, or are fetching."""
+        self.whole_answers = 0
+        """Requests of this process that a prefill node serves alone, although other nodes could."""
+        self.blocked_until_s = 0.0
+        """Until when it prefills for no other node because of them, if they do not end before."""
         self.incarnation = 0.0
         """Start time of the engine's process, as it reports it. It changes with a restart."""
 
@@ -186,9 +190,13 @@ class Node(NodeState):
         """Whether it is not known yet if the node needs a partner: its engine is not detected."""
         return self.role == "decode" and self.engine == "auto" and not self.engine_undetected
 
+    def is_blocked(self, now_s: float) -> bool:
+        """Whether a prefill node decodes an answer that a prefill would stop."""
+        return self.whole_answers > 0 and now_s < self.blocked_until_s and self.role == "prefill"
+
     @property
     def can_serve_alone(self) -> bool:
-        """Whether a prefill node can serve whole requests, if no other node is left. SGLang's cannot."""
+        """Whether a prefill node can serve whole requests. SGLang's cannot."""
         return self.engine not in NEEDS_PARTNER and self.engine != "auto"
 
     def obstacle_to(self, role: Role) -> str:

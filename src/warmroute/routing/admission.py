@@ -182,8 +182,8 @@ class Admission:
 
     def has_room(self, node: Node, now_s: float, more_ms: float = 0.0) -> bool:
         """Return whether little prefill work is left on the node, with this much more. An idle node has room."""
-        if not node.inflight and not more_ms:
-            return True
+        if (not node.inflight and not more_ms) or node.is_blocked(now_s):
+            return not node.inflight
         turns = self.turns
         work = node.remaining_work(now_s) if turns is None else turns.work_left(node, now_s)
         # Work in transit keeps no GPU busy, and a distant node has more of it.

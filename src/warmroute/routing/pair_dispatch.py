@@ -3,6 +3,8 @@
 The prefill node answers with one token, so its whole response comes when the prompt is prefilled, and the router learns
 the node's speed from it. Only its report of cached tokens counts: the decode node reports what it had before the
 transfer. The decode node does no prefill work, so its first token says nothing about its prefill speed.
+
+Also the ticket of a request that a prefill node serves alone (routing/idle_prefill_nodes.py).
 """
 
 from __future__ import annotations
@@ -12,11 +14,43 @@ from typing import Any
 from warmroute._kernel import TicketState
 from warmroute.fleet.node import Outcome
 from warmroute.routing.dispatch import Dispatch
+from warmroute.routing.idle_prefill_nodes import PATIENCE
 
 
 class PrefillDispatch(Dispatch):
     __slots__ = ()
     always_streams = True
+
+
+class WholeDispatch(Dispatch):
+    """Of a request that a prefill node serves alone although other nodes could. The node prefills for no other one
+    until the answer ends, or takes much longer than expected."""
+
+    __slots__ = ("_counted",)
+
+    def __init__(self, *arguments: Any) -> None:
+        Dispatch.__init__(self, *arguments)
+        node, request, decode_speed = self.node, self.request, arguments[5]
+        self._counted = True
+        node.whole_answers += 1
+        output = self._output_lengths.expected(request.model, request.tenant, request.max_output_tokens)
+        answer_ms = output * decode_speed.token_ms(self.tokens) * node.speed.factor
+        until_s = self.opened_s + PATIENCE * (self.expected_ttft_ms + answer_ms) / 1000.0
+        node.blocked_until_s = max(node.blocked_until_s, until_s)
+
+    def close(self, outcome: Outcome, now_s: float) -> None:
+        if self._counted:
+            self._counted = False
+            self.node.whole_answers -= 1
+        Dispatch.close(self, outcome, now_s)
+
+    def first_token(self, now_s: float, served: bool = True) -> None:
+        if self.prediction is not None and self.prediction.store_tokens:  # loading says nothing about prefilling
+            TicketState.first_token(self, now_s, False)
+            if served:
+                self._cache_view.first_token(self.prediction, now_s)
+        else:
+            Dispatch.first_token(self, now_s, served)
 
 
 class DecodeDispatch(Dispatch):

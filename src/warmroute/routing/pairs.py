@@ -19,6 +19,8 @@ unless the node's queue is long. A long gap is worse than several short ones of 
 counts. All requests of the node are delayed: those that wait there for their own prefill, or for a KV cache, decode by
 the time that this prompt is prefilled.
 
+A prefill node without requests may serve the whole request (idle_prefill_nodes.py has that price).
+
 The decode node is chosen a second time when the prompt is prefilled, perhaps seconds later (`decode_node`).
 
 The cheapest of all wins: short or cached prompts stay on the decode node because that is cheaper, and there is no
@@ -43,8 +45,10 @@ import msgspec
 from warmroute._kernel import FIRST_TOKEN_STEPS, STREAMED_WEIGHT, Prices
 from warmroute.fleet.group import Candidates, Group
 from warmroute.fleet.kv_transfer import transfer_ms
+from warmroute.fleet.long_prompts import LONG_MS
 from warmroute.fleet.node import Node
 from warmroute.routing.decision import Decision
+from warmroute.routing.idle_prefill_nodes import ANSWER_LEFT, blocking_ms, idle_nodes, is_prefill_node
 from warmroute.routing.policies.price_policy import BEHIND_SHARE, PricePolicy
 from warmroute.routing.policy import Policy
 from warmroute.routing.price_terms import TIE, Price
@@ -59,13 +63,15 @@ NEAR: Final = 1.5
 """Nodes with a price up to this × the lowest one are among the cheapest."""
 STALL_SCALE_MS: Final = 200.0
 """An answer that stands still for this long costs as much as a first token that comes later by this time."""
-TOLERATED_MS: Final = 50.0
+TOLERATED_MS: Final = LONG_MS
 """A gap between two tokens that users do not notice."""
 MIN_SAVED_MS: Final = 10.0
 """A request goes to another decode node than its first one if that saves at least this."""
 REASON: Final = "cheapest pair"
 ALONE: Final = "cheapest alone"
 """The node costs less than any pair."""
+WHOLE: Final = "idle prefill node"
+"""A prefill node without requests serves the whole request."""
 
 
 class Pair(msgspec.Struct, eq=False):
@@ -94,6 +100,8 @@ class _Part(msgspec.Struct, eq=False, gc=False):
     """What its part costs besides."""
     alone_ms: float = 0.0
     contention_ms: float = 0.0
+    fastest_ms: float = 0.0
+    """Time per token on the fastest decode node."""
     step_ms: float = 0.0
     """Until the batch of the node has its first token."""
     is_short: bool = False
@@ -104,8 +112,9 @@ class Pairs:
     def __init__(self, random: Random) -> None:
         self._random = random
 
-    def decide(self, decision: Decision, query: Query, policy: Policy) -> Decision:
-        """Return the decision for a pair, or for a node alone, whichever costs less. Raises NoNodeAvailable."""
+    def decide(self, decision: Decision, query: Query, policy: Policy, has_peers: bool = False) -> Decision:
+        """Return the decision for a pair, or for a node alone, whichever costs less. `has_peers`: other processes send
+        requests to the same nodes. Raises NoNodeAvailable."""
         if decision.pair is not None:
             return decision
         group = query.group
@@ -130,7 +139,8 @@ class Pairs:
             prefill_nodes = Candidates([node for node in prefill_nodes.nodes if node.engine in engines])
         if not prefill_nodes.nodes:
             return self._by_load(decision, group) if decision.node.needs_partner else decision
-        return self._by_price(decision, query, policy, prefill_nodes)
+        may_serve_whole = not has_peers and trial is None and query.request.subset is None
+        return self._by_price(decision, query, policy, prefill_nodes, may_serve_whole and policy.split != "always")
 
     def _by_load(self, decision: Decision, group: Group) -> Decision:
         """Find the least loaded prefill node for a decode node that needs one."""
@@ -156,19 +166,30 @@ class Pairs:
 
     # By price.
 
-    def _by_price(self, decision: Decision, query: Query, policy: PricePolicy, prefill_nodes: Candidates) -> Decision:
+    def _by_price(
+        self, decision: Decision, query: Query, policy: PricePolicy, prefill_nodes: Candidates, may_serve_whole: bool
+    ) -> Decision:
+        """`may_serve_whole`: whether an idle prefill node may serve the whole request."""
         assert decision.prices is not None
         decode = self._decode_parts(decision.prices, decision.candidates, decision.index, query)
         alone = [part for part in decode if not part.node.needs_partner]
         least_alone = min([part.alone_ms for part in alone], default=math.inf)
         always = policy.split == "always"
-        if not always and any(part.alone_ms <= least_alone and part.is_short for part in alone):
+        short = next((part for part in alone if part.alone_ms <= least_alone and part.is_short), None)
+        is_short = short is not None and not always
+        idle = self._idle(decision, query, prefill_nodes, short) if may_serve_whole else 0
+        if is_short and not idle:
             return self._alone(decision, alone, least_alone)
-        prefill = self._prefill_parts(query, policy, prefill_nodes)
-        least_pair = math.inf if always else least_alone
+        prefill, prices = self._prefill_parts(query, policy, prefill_nodes, decode[0].row.output)
+        least_whole, whole = self._whole(decision, query, prefill, idle - 1, decode[0]) if idle else (math.inf, None)
+        if whole is not None and least_whole >= least_alone:
+            whole = None
+        if whole is None and is_short:
+            return self._alone(decision, alone, least_alone)
+        least_pair = math.inf if always else min(least_alone, least_whole)
         found: list[tuple[float, _Part, _Part, float, float]] = []
         speeds, rates = query.group.transfer_speeds, dict[tuple[str, str], float]()
-        for d in decode:
+        for d in decode if not is_short else ():
             if not d.node.transfers_kv:
                 continue
             missing, needs_partner = max(0.0, d.row.new), d.node.needs_partner
@@ -187,6 +208,8 @@ class Pairs:
                 if total < least_pair * TIE or needs_partner:
                     found.append((total, p, d, moved_ms, own_ms))
                     least_pair = min(least_pair, total)
+        if whole is not None and least_whole <= least_pair:
+            return _serve_whole(decision, whole, prices, prefill_nodes.nodes)
         if not found or (least_pair >= least_alone and not always):
             if not alone:
                 raise NoNodeAvailable(query.group.model)
@@ -217,7 +240,43 @@ class Pairs:
             decision.cache_counts,
         )  # fmt: skip
 
-    def _prefill_parts(self, query: Query, policy: PricePolicy, prefill_nodes: Candidates) -> list[_Part]:
+    @staticmethod
+    def _idle(decision: Decision, query: Query, prefill_nodes: Candidates, short: _Part | None) -> int:
+        """Return how many idle prefill nodes could serve the whole request. `short`: the node that prefills it without
+        delaying others; then 0 also if an idle prefill node could not be better."""
+        gain_ms = math.inf if short is None else short.step_ms + short.row.contention + short.row.wait
+        if gain_ms <= 0.0:
+            return 0
+        idle = idle_nodes(prefill_nodes.nodes, decision.node.island)
+        if idle and short is not None:
+            answer_ms = short.row.output * short.fastest_ms
+            return idle if blocking_ms(query.group, answer_ms, idle - 1, query.now_s) < gain_ms else 0
+        return idle
+
+    @staticmethod
+    def _whole(
+        decision: Decision, query: Query, prefill: Sequence[_Part], others: int, decode: _Part
+    ) -> tuple[float, _Part | None]:
+        """Return the lowest price of an idle prefill node that serves the whole request, and this node."""
+        speed, output = query.group.decode_speed, decode.row.output
+        least, best = math.inf, None
+        for part in prefill:
+            node, row = part.node, part.row
+            if node.load or not is_prefill_node(node, decision.node.island):
+                continue
+            tokens = row.cached + row.new
+            if 0 < node.context_window(query.group.model) <= tokens + output:
+                continue
+            contention_ms = STREAMED_WEIGHT * output * (speed.token_ms(0.0) * node.speed.factor - decode.fastest_ms)
+            answer_ms = output * speed.token_ms(tokens) * node.speed.factor
+            total = row.total + contention_ms + blocking_ms(query.group, answer_ms, others, query.now_s)
+            if total < least:
+                least, best = total, part
+        return least, best
+
+    def _prefill_parts(
+        self, query: Query, policy: PricePolicy, prefill_nodes: Candidates, output: float
+    ) -> tuple[list[_Part], Prices]:
         on_prefill = query.repeat(query.now_s)
         on_prefill.candidates = prefill_nodes
         prices = policy.prices(on_prefill, 1.0)
@@ -231,11 +290,14 @@ class Pairs:
             if 0 < node.context_window(query.group.model) <= row.cached + row.new:
                 continue
             decoding_ms = 0.0
-            if node.role != "prefill":
+            if node.role != "prefill" or node.whole_answers:
                 token_ms = query.group.decode_speed.token_ms(node.context_tokens) * node.speed.factor
-                decoding_ms = _interference_ms(node, _stall_ms(row, token_ms))
+                if node.is_blocked(query.now_s):  # admission waits for the end of the answer
+                    row = row._replace(wait=row.wait + ANSWER_LEFT * output * token_ms)
+                else:
+                    decoding_ms = _interference_ms(node, _stall_ms(row, token_ms))
             parts.append(_Part(node, index, row, row.own, row.memory + row.congestion + decoding_ms))
-        return parts
+        return parts, prices
 
     def decode_node(self, query: Query, policy: PricePolicy, pair: Pair, current: Node) -> Node:
         """The prompt is prefilled: return the node that decodes its answer at the lowest cost now. `current` has a
@@ -288,7 +350,9 @@ class Pairs:
             stall_ms = _stall_ms(row, token_ms)
             alone_ms = row.total + _interference_ms(node, stall_ms) - behind * work_ms
             is_short = stall_ms <= 0.0 and row.wait <= TOLERATED_MS
-            parts.append(_Part(node, index, row, own_ms, others_ms, alone_ms, contention_ms, step_ms, is_short))
+            parts.append(
+                _Part(node, index, row, own_ms, others_ms, alone_ms, contention_ms, fastest_ms, step_ms, is_short)
+            )
         return parts
 
 
@@ -300,6 +364,13 @@ def _stall_ms(row: Price, token_ms: float) -> float:
 def _interference_ms(node: Node, stall_ms: float) -> float:
     """Return what that costs all requests of the node."""
     return stall_ms * stall_ms / STALL_SCALE_MS * node.inflight if stall_ms > 0.0 else 0.0
+
+
+def _serve_whole(decision: Decision, part: _Part, prices: Prices, nodes: tuple[Node, ...]) -> Decision:
+    return Decision(
+        part.node, decision.policy, WHOLE, lambda: [decision.node, *decision.fallbacks()], prices, nodes, part.index,
+        decision.cache_counts,
+    )  # fmt: skip
 
 
 def _best_decode(prices: Prices, nodes: Sequence[Node], chosen: int) -> Sequence[int]:

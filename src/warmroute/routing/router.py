@@ -12,6 +12,7 @@ from warmroute.config import Pricing, RouteConfig, Routing
 from warmroute.fleet.demand import DemandMeter
 from warmroute.fleet.fleet import Fleet
 from warmroute.fleet.group import Candidates, Group
+from warmroute.fleet.long_prompts import LONG_MS
 from warmroute.fleet.node import Node
 from warmroute.fleet.prefill_work import work
 from warmroute.fleet.ticket import Ticket
@@ -24,8 +25,8 @@ from warmroute.routing.decision import Decision
 from warmroute.routing.dispatch import Dispatch, OtherPrompts
 from warmroute.routing.island_choice import IslandChoice
 from warmroute.routing.output_length import OutputLengthEstimate
-from warmroute.routing.pair_dispatch import DecodeDispatch, PrefillDispatch
-from warmroute.routing.pairs import Pair, Pairs
+from warmroute.routing.pair_dispatch import DecodeDispatch, PrefillDispatch, WholeDispatch
+from warmroute.routing.pairs import WHOLE, Pair, Pairs
 from warmroute.routing.policies import make_policy
 from warmroute.routing.policies.price_policy import PricePolicy
 from warmroute.routing.policy import Policy
@@ -100,6 +101,7 @@ class Router:
         self._cache_view.saved_shares = self._saved_by_store  # the caches outlive the copy
         snapshot.output_lengths, snapshot._context_fit = self.output_lengths, self._context_fit
         snapshot.island_choice, snapshot.may_serve = self.island_choice, self.may_serve
+        snapshot.on_dispatch = self.on_dispatch
         snapshot._random, snapshot._pairs = self._random, self._pairs
         snapshot.policy = copy(self.policy)
         snapshot._by_route = {name: copy(policy) for name, policy in self._by_route.items()}
@@ -166,7 +168,9 @@ class Router:
         policy = self.policy_of(query.request)
         group = query.group
         decision = self.island_choice.decide(query, policy) if group.spans_islands else policy.decide(query)
-        return self._pairs.decide(decision, query, policy) if group.has_roles else decision
+        if not group.has_roles:
+            return decision
+        return self._pairs.decide(decision, query, policy, has_peers=self.on_dispatch is not None)
 
     def _decide_by_load(self, query: Query, error: Exception) -> Decision:
         """Decide without the cache index, which failed at this prompt: an error in it must not fail a request."""
@@ -267,6 +271,12 @@ class Router:
         new_work = work(new, cached) if others is None else others.work(new, cached)
         if kind is DecodeDispatch:
             new_work = 0.0
+        elif query.group.has_roles:
+            prefill_ms = new_work * node.speed.ms_per_token
+            if prefill_ms > LONG_MS:
+                query.group.long_prompts.record(prefill_ms, now_s)
+            if kind is Dispatch and decision.reason == WHOLE and node is decision.node:
+                kind = WholeDispatch
         if demand_meter is not None:
             demand_meter.record_sent(tokens, tokens - int(new), new_work, node.role == "prefill")
             if self.hot is not None and prediction is not None:

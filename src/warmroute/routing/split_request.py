@@ -411,7 +411,7 @@ def _find_pair(attempts: Attempts, dispatcher: Dispatcher, decision: Decision, n
         pair = Pair(split.pair.prefill_node, 0.0)
     elif node is not decision.node:
         pair = None
-    if pair is None or pair.prefill_node in failed or pair.prefill_node.health.confirmed_down:
+    if pair is None or pair.prefill_node in failed or not _is_usable(pair.prefill_node):
         partner = dispatcher.router.partner(decision, node, failed) if node.needs_partner else None
         if partner is None:
             if split is not None:
@@ -422,3 +422,8 @@ def _find_pair(attempts: Attempts, dispatcher: Dispatcher, decision: Decision, n
         split.abandon(now_s)
     SplitRequest(attempts, dispatcher, decision, pair, failed).begin(node, now_s)
     return True
+
+
+def _is_usable(prefill_node: Node) -> bool:
+    """Whether a prefill node may get a request, perhaps seconds after it was chosen."""
+    return not prefill_node.draining and not prefill_node.health.confirmed_down
