@@ -47,14 +47,15 @@ def test_random_arrivals_are_estimated_within_a_factor_of_three() -> None:
     assert close > 0.95 * len(found[20:])
 
 
-def test_the_table_is_bounded_and_drops_the_least_recently_used() -> None:
+def test_the_table_is_bounded_and_keeps_what_is_used() -> None:
     uses = PrefixUses()
-    for number in range(MAX_PREFIXES):
-        uses.record(b"%d" % number, 1.0)
-    uses.record(b"0", 2.0)
-    uses.record(b"new", 3.0)
-    assert len(uses) == MAX_PREFIXES
-    assert uses.interval_s(b"0", 4.0) is not None and uses.interval_s(b"1", 4.0) is None
+    for number in range(3 * MAX_PREFIXES):
+        uses.record(b"%d" % number, float(number))
+        if number % 1000 == 0:
+            uses.record(b"used", float(number))
+        assert number % 100 or len(uses) <= MAX_PREFIXES
+    assert uses.interval_s(b"used", 3.0 * MAX_PREFIXES) is not None
+    assert uses.interval_s(b"1", 3.0 * MAX_PREFIXES) is None
 
 
 def test_a_clock_that_goes_back_counts_as_no_time() -> None:
