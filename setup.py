@@ -40,6 +40,7 @@ COMPILED = [
     "fleet/reported_values",
     "index/cache_view",
     "index/prediction",
+    "index/prefix_uses",
     "index/reuse",
     "prompt/body_fields",
     "prompt/encoding_time",

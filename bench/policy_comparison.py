@@ -12,7 +12,8 @@ A p50 that a rule buys with a worse mean is no better p50: a rule that keeps a f
 the requests faster and the others much slower. So a policy's p50 is compared only with policies whose mean TTFT is at
 most 3 % above its own.
 
-`--seeds` repeats generated workloads, whose arrivals and prompts it changes. A trace has its own.
+`--seeds` repeats each run, and the tables have the means. Another seed gives generated workloads other arrivals and
+prompts. A trace keeps its own: only the policies' random choices and the times of their polls differ.
 
 With `--runs FILE` each run is appended to a file, and runs that are in it are not repeated, so that the table can be
 made in pieces. Delete the runs of a policy when its rule changes.
@@ -135,7 +136,7 @@ def main() -> None:
     parser.add_argument("--workload", action="append", help="repeatable (all; generators need no --data)")
     parser.add_argument("--policy", action="append", help="repeatable (all; price is always included)")
     parser.add_argument("--nodes", type=int, default=8)
-    parser.add_argument("--seeds", type=int, default=1, help="runs of each generated workload, averaged (1)")
+    parser.add_argument("--seeds", type=int, default=1, help="runs of each policy, averaged (1)")
     parser.add_argument("--limit", type=int, default=1200, help="requests per run (1200)")
     parser.add_argument("--runs", type=Path, metavar="FILE", help="keep runs in this file, and reuse those in it")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
@@ -151,7 +152,7 @@ def main() -> None:
         if name in workloads
         for load, rate in enumerate(LOADS[name])
         for policy in policies
-        for seed in range(1, (1 if policy == "oracle" or name in TRACES else args.seeds) + 1)
+        for seed in range(1, (1 if policy == "oracle" else args.seeds) + 1)
     ]
     runs = run_all(jobs, args.runs, args.processes)
     done = list(track(runs, "replaying", len(jobs), disable=not sys.stderr.isatty()))

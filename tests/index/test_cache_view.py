@@ -21,6 +21,7 @@ from cache_fixtures import (
 from warmroute.config import Index
 from warmroute.index.cache_view import CacheView
 from warmroute.index.node_cache import PENDING, ROUTED
+from warmroute.index.prefix_uses import FIRST_INTERVAL_S
 from warmroute.index.tiers import SAVED_SHARE, Tier
 
 # Three sources.
@@ -41,17 +42,20 @@ def test_routed_prompts_are_a_hit_without_events() -> None:
     assert hit(cache_view, "b", prompt(1, 2, 9)) is None
 
 
-def test_last_use_of_a_prefix_is_when_a_prompt_with_it_was_last_routed() -> None:
+def test_the_interval_of_a_prefix_counts_the_requests_that_find_it_cached() -> None:
     cache_view = cache_view_of("a", "b")
-    for request, now_s in ((prompt(1, 2, 3), 5.0), (prompt(1, 7), 8.0)):
-        route(cache_view, "a", request, now_s)
+    prediction = route(cache_view, "a", prompt(1, 2, 3), 5.0)
+    cache_view.first_token(prediction, 5.5)
     request = prompt(1, 2, 9)
-    assert cache_view.last_used_s(MODEL, request, "a", 2 * SIZE) == 5.0
-    assert cache_view.last_used_s(MODEL, request, "a", 2 * SIZE - 1) == 8.0, "a block that is not whole does not count"
-    assert cache_view.last_used_s(MODEL, request, "a", 3 * SIZE) is None
-    assert cache_view.last_used_s(MODEL, request, "a", SIZE - 1) is None
-    assert cache_view.last_used_s(MODEL, request, "b", SIZE) is None
-    assert cache_view.last_used_s(MODEL, request, "c", SIZE) is None
+    found = hit(cache_view, "a", request, 6.0)
+    assert found is not None and found.tokens == 2 * SIZE
+    assert cache_view.use_interval_s(MODEL, request, "a", found, 6.0) == FIRST_INTERVAL_S, "used once"
+    for number in range(30):
+        cache_view.record_routed(MODEL, request, "a", found, 6.0 + number)
+    assert cache_view.use_interval_s(MODEL, request, "a", found, 36.0) == pytest.approx(1.0, rel=0.01)
+    other = prompt(7, 8, 9)
+    assert cache_view.use_interval_s(MODEL, other, "a", found, 36.0) is None, "no prompt of this router"
+    assert cache_view.use_interval_s(MODEL, request, "c", found, 36.0) is None, "no such node"
 
 
 def test_pending_blocks_count_until_shortly_after_the_first_token() -> None:

@@ -73,8 +73,8 @@ class Watched:
         self.sent: list[Sent] = []
         sent = self.cache_view.record_routed
 
-        def noted(*given: Any) -> Prediction | None:
-            prediction = sent(*given)
+        def noted(*given: Any, **named: Any) -> Prediction | None:
+            prediction = sent(*given, **named)
             assert prediction is not None
             self.sent.append(Sent(prediction, time.time(), self._next_number(prediction.cache.name)))
             return prediction

@@ -91,6 +91,13 @@ class RoutingHarness:
         assert prediction is not None
         self.cache_view.first_token(prediction, self.now_s)
 
+    def use_regularly(self, node: Node, lookup: Lookup, interval_s: float) -> None:
+        """Send a prompt that the node has cached there again and again."""
+        for _ in range(20):
+            hit = self.cache_view.hits(MODEL, lookup, self.now_s)[node.name]
+            self.cache_view.record_routed(MODEL, lookup, node.name, hit, self.now_s)
+            self.advance(interval_s)
+
     def send(self, node: Node, lookup: Lookup | None = None) -> Ticket:
         """Send a request to this node, whatever it costs."""
         return self.router.dispatch(self.decide(lookup), node, self.now_s)

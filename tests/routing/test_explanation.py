@@ -101,6 +101,7 @@ def test_the_only_available_node() -> None:
 def test_a_second_home() -> None:
     harness = RoutingHarness(3, pricing=Pricing(second_home_ms=600.0))
     harness.warm(harness.nodes[0], prompt(8210, 1))
+    harness.use_regularly(harness.nodes[0], prompt(8210, 1), 0.1)
     for _ in range(9):
         Ticket(harness.nodes[0], 0.0)
     decision = harness.decide(prompt(8210, 1))

@@ -320,6 +320,7 @@ def node_of_hot_prefix(tokens: int, **pricing: float) -> Node:
     harness = RoutingHarness(4, pricing=Pricing(**pricing))  # type: ignore[arg-type]
     shared = prompt(tokens, 1)
     harness.warm(harness.nodes[0], shared)
+    harness.use_regularly(harness.nodes[0], shared, 0.1)
     running(harness.nodes[0], 8)
     return harness.decide(shared).node
 
@@ -330,15 +331,24 @@ def test_a_hot_prefix_gets_a_second_home_if_that_costs_little() -> None:
     assert node_of_hot_prefix(2000, second_home_ms=10.0).name == "n0"
 
 
-@pytest.mark.parametrize(("age_s", "moves"), [(0.1, True), (0.5, True), (5.0, False), (60.0, False)])
-def test_a_rarely_used_prefix_gets_no_second_home(age_s: float, moves: bool) -> None:
+@pytest.mark.parametrize(("interval_s", "moves"), [(0.1, True), (0.5, True), (5.0, False), (60.0, False)])
+def test_a_rarely_used_prefix_gets_no_second_home(interval_s: float, moves: bool) -> None:
     """The node may be crowded by other requests, which a copy of this prefix would not help."""
     harness = RoutingHarness(4)
     shared = prompt(2000, 1)
     harness.warm(harness.nodes[0], shared)
-    harness.advance(age_s)
+    harness.use_regularly(harness.nodes[0], shared, interval_s)
     running(harness.nodes[0], 8)
     assert (harness.decide(shared).reason == "second home") is moves
+
+
+def test_two_requests_in_quick_succession_give_a_prefix_no_second_home() -> None:
+    harness = RoutingHarness(4)
+    shared = prompt(2000, 1)
+    harness.warm(harness.nodes[0], shared)
+    harness.advance(0.05)
+    running(harness.nodes[0], 8)
+    assert harness.decide(shared).node is harness.nodes[0]
 
 
 def test_the_prefix_of_a_node_that_is_not_crowded_gets_no_second_home() -> None:
@@ -359,13 +369,13 @@ def list_of_prompts(count: int, tokens: int) -> Lookup:
     return first
 
 
-@pytest.mark.parametrize(("age_s", "moves"), [(0.1, True), (60.0, False)])
-def test_a_rarely_used_list_of_prompts_gets_no_second_home(age_s: float, moves: bool) -> None:
+@pytest.mark.parametrize(("interval_s", "moves"), [(0.1, True), (60.0, False)])
+def test_a_rarely_used_list_of_prompts_gets_no_second_home(interval_s: float, moves: bool) -> None:
     harness = RoutingHarness(4)
     shared = list_of_prompts(4, 500)
     for number in range(1, 5):
         harness.warm(harness.nodes[0], prompt(500, number))
-    harness.advance(age_s)
+    harness.use_regularly(harness.nodes[0], shared, interval_s)
     running(harness.nodes[0], 8)
     assert (harness.decide(shared).reason == "second home") is moves
 

@@ -16,6 +16,7 @@ from warmroute.index.kv_store import KvStore, SavedShares
 from warmroute.index.lookup import Lookup
 from warmroute.index.node_cache import DEFAULT_BLOCK_TOKENS, ROUTED, NodeCache
 from warmroute.index.prediction import Prediction
+from warmroute.index.prefix_uses import FIRST_INTERVAL_S, PrefixUses
 from warmroute.index.reuse import Reuse
 from warmroute.index.tenant_isolation import TenantIsolation
 from warmroute.index.tiers import SAVED_SHARE
@@ -67,6 +68,7 @@ class CacheView:
         """Prompts that were sent to nodes, for the peers of this process; None without peers."""
         self.tenants = TenantIsolation(self.index)
         self.reuse = Reuse()
+        self._prefix_uses = PrefixUses()
         self.stores: dict[str, KvStore] = {}
         """Shared KV stores by name."""
         self.saved_shares: SavedShares = lambda _model, _store, nodes, _now_s: [0.0] * len(nodes)
@@ -208,13 +210,19 @@ class CacheView:
         found = (self._owners.get(row[0]) for row in self.index.match(chain) if row[1] >= blocks)
         return {owner[0].name for owner in found if owner is not None}
 
-    def last_used_s(self, model: str, lookup: Lookup, name: str, tokens: float) -> float | None:
-        """Return when a prompt with the same first `tokens` tokens was last sent to a node; None if never."""
+    def use_interval_s(self, model: str, lookup: Lookup, name: str, hit: Hit, now_s: float) -> float | None:
+        """Return the mean time between two requests for the prefix that a node has cached; None if no process sent it
+        a prompt with that prefix."""
         cache = self._caches.get(name)
         if cache is None:
             return None
         base, lora = self._models.get(model) or (model, "")
-        return cache.last_used_s(lookup.blocks(base, lora, cache.block_size), tokens)
+        chain = lookup.blocks(base, lora, cache.block_size)
+        tokens = _first_prompt_tokens(lookup, hit)
+        interval_s = self._prefix_uses.interval_s(_last_block(chain, cache.block_size, tokens), now_s)
+        if interval_s is None and cache.last_used_s(chain, tokens) is not None:
+            return FIRST_INTERVAL_S  # it was used once, by the prompt that the node prefilled
+        return interval_s
 
     def chain(self, model: str, lookup: Lookup) -> tuple[bytes, int]:
         """Return the prompt's block hashes for the smallest block size of the model's nodes, and that size."""
@@ -238,6 +246,10 @@ class CacheView:
         if not chain:
             return None
         sampled, known = self.reuse.record(chain, now_s) if not counted else (0, 0)
+        if hit is not None and not counted:
+            block = _last_block(chain, cache.block_size, _first_prompt_tokens(lookup, hit))
+            if block:
+                self._prefix_uses.record(block, now_s)
         if lookup.cache_group:
             self.tenants.record(lookup.cache_group, chain, now_s)
         exact = lookup.exact_tokens == lookup.token_count
@@ -352,6 +364,17 @@ class CacheView:
         """Expire pending blocks and sweep the index. Call it in idle moments."""
         self._expire_pending(now_s)
         self.index.sweep(4096)
+
+
+def _first_prompt_tokens(lookup: Lookup, hit: Hit) -> int:
+    """Return the tokens of a hit; of several prompts those of the first one, as if all were equally long."""
+    return hit.tokens if lookup.special is None else hit.tokens // lookup.special.prompts
+
+
+def _last_block(chain: bytes, block_size: int, tokens: int) -> bytes:
+    """Return the last whole block of a prefix."""
+    end = tokens // block_size * 8
+    return chain[max(0, end - 8) : end]
 
 
 def _from_store(cache: NodeCache, rows: Sequence[tuple[int, ...]], tokens: int) -> int:

@@ -106,19 +106,22 @@ class PricePolicy:
     def _copy_pays_off(self, query: Query, prices: Prices, home_index: int, second_index: int) -> bool:
         """Return whether copying this prefix to a second node saves more time than it costs.
 
-        A node can be crowded by requests that do not share this prefix. The time since the prefix was last used
-        estimates how many requests for it come within PAYBACK_S.
+        A node can be crowded by requests that do not share this prefix. The mean time between the latest requests for
+        it estimates how many come within PAYBACK_S.
         """
         home, second = Price(*prices[home_index]), Price(*prices[second_index])
         nodes, lookup = query.candidates.nodes, query.lookup
         if lookup is None:
             return True
         prompts = lookup.special.prompts if lookup.special is not None else 1
-        cached = home.cached / prompts  # of the first prompt, as if all were equally long
-        used_s = self._cache_view.last_used_s(query.group.model, lookup, nodes[home_index].name, cached)
-        if used_s is None:  # this router sent no request for it
+        name, hits = nodes[home_index].name, query.known_hits
+        hit = (hits if hits is not None else query.hits()).get(name)
+        if hit is None:
             return True
-        uses = PAYBACK_S / max(query.now_s - used_s, MIN_INTERVAL_S)
+        interval_s = self._cache_view.use_interval_s(query.group.model, lookup, name, hit, query.now_s)
+        if interval_s is None:  # this router sent no request for it
+            return True
+        uses = PAYBACK_S / max(interval_s, MIN_INTERVAL_S)
         extra_work = work(second.new, second.cached, prompts) - work(home.new, home.cached, prompts)
         node = nodes[second_index]
         copy_ms = extra_work * node.speed.ms_per_token * (1.0 + STALLED_WEIGHT * node.load)
