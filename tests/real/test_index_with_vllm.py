@@ -79,7 +79,7 @@ class Watched:
             self.sent.append(Sent(prediction, time.time(), self._next_number(prediction.cache.name)))
             return prediction
 
-        self.cache_view.record_routed = noted  # type: ignore[assignment, method-assign]
+        self.cache_view.record_routed = noted  # type: ignore[method-assign]
 
     def _next_number(self, name: str) -> int:
         service = self.router.service
