@@ -7,7 +7,7 @@ from warmroute._kernel.http_chunks import ChunkReader
 class SocketPoller:
     """Reads and writes plain sockets. Watch `fileno` in an event loop, and call `poll` when it is readable."""
 
-    def __init__(self, call_soon: Callable[[Callable[[], None]], object]) -> None:
+    def __new__(cls, call_soon: Callable[[Callable[[], None]], object]) -> SocketPoller:
         """`call_soon`: the event loop's."""
     def fileno(self) -> int: ...
     def poll(self) -> None:
