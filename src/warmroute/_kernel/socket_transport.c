@@ -354,7 +354,7 @@ void transport_ready(Transport *t, uint32_t events) {
         if (events & (EPOLLIN | EPOLLERR | EPOLLHUP))
             read_some(t);
     } else if ((events & (EPOLLERR | EPOLLHUP)) && !t->count) {
-        watch(t, 0); /* nobody reads now: `resume_reading` will find out what has happened */
+        watch(t, 0); /* reading is paused: `resume_reading` will report the error */
     }
 }
 
