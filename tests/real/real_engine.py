@@ -69,6 +69,8 @@ class RealEngine:
         return f"http://127.0.0.1:{self.port}"
 
     def start(self) -> None:
+        """Start vLLM. A process that still runs, of a test that failed before it killed it, ends first."""
+        self.kill()
         events = {
             "enable_kv_cache_events": True,
             "publisher": "zmq",

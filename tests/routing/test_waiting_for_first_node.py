@@ -8,8 +8,10 @@ import pytest
 from routing_harness import MODEL, FakeRequest, RoutingHarness, one_busy_node, prompt
 
 from warmroute.config import Admission as AdmissionConfig
+from warmroute.config import NodeConfig
 from warmroute.config.priority import HIGH, LOW
 from warmroute.fleet.demand import DemandMeter
+from warmroute.routing.admission import FIRST_CHECK_WAIT_S
 from warmroute.routing.decision import Decision
 from warmroute.routing.routing_errors import DeadlineUnreachable, Displaced, NoNodeAvailable, QueueFull, QueueTimeout
 
@@ -42,6 +44,31 @@ def test_without_autoscaling_no_request_waits_for_a_node() -> None:
     harness.admission.first_node_wait_s = 0.0
     with pytest.raises(NoNodeAvailable):
         harness.submit()
+
+
+def test_a_request_waits_for_the_first_check_of_a_new_node_but_not_for_one_that_fails_it() -> None:
+    for passes in (True, False, None):
+        harness = empty_fleet()
+        harness.admission.first_node_wait_s = 0.0
+        node = harness.fleet.add(NodeConfig(url="http://127.0.0.1:1", name="new"))
+        first, other = harness.submit(), harness.submit()
+        harness.tick()
+        assert first.queued and other.queued and harness.admission.queue.waiting == 2
+        with pytest.raises(NoNodeAvailable):
+            harness.submit(may_queue=False)
+        if passes is None:
+            harness.advance(FIRST_CHECK_WAIT_S + 0.1)
+            harness.tick()
+            assert isinstance(first.error, QueueTimeout) and isinstance(other.error, QueueTimeout)
+        elif passes:
+            harness.fleet.update_models(node, [MODEL], [])
+            harness.fleet.check_passed(node, harness.now_s)
+            harness.tick()
+            assert first.node is node
+        else:
+            harness.fleet.check_failed(node, harness.now_s, "refused")
+            harness.tick()
+            assert isinstance(first.error, NoNodeAvailable) and isinstance(other.error, NoNodeAvailable)
 
 
 def test_a_request_that_must_not_queue_is_rejected() -> None:

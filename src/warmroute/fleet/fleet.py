@@ -178,6 +178,13 @@ class Fleet:
     def all_models_known(self) -> bool:
         return all(node.models is not None for node in self)
 
+    def awaits_first_check(self, model: str) -> bool:
+        """Whether a node that the router has not checked yet may serve this model. Empty: any model."""
+        return any(
+            node.health.state is HealthState.UNKNOWN and (not model or node.models is None or model in node.models)
+            for node in self
+        )
+
     @property
     def can_serve(self) -> bool:
         groups = (group.sort_if_changed() for group in self._groups.values())

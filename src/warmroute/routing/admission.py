@@ -60,6 +60,9 @@ FULL_CHECK_TICKS: Final = 20
 HITS_VALID_S: Final = 0.25
 """Time for which the looked-up hits of a queued request are used again."""
 
+FIRST_CHECK_WAIT_S: Final = 5.0
+"""How long a request waits for the first health check of a new node while no other node can serve it."""
+
 
 class Admission:
     def __init__(
@@ -118,7 +121,7 @@ class Admission:
         except NoNodeAvailable:
             if demand_meter is not None and decision is None:
                 demand_meter.arrived += 1
-            if not self.first_node_wait_s or not request.may_queue:
+            if not self._wait_without_node_s(request) or not request.may_queue:
                 raise
             displaced = self._check_queue_limit(request, now_s)
             queue.add_without_node(pending)
@@ -345,7 +348,7 @@ class Admission:
             else:
                 decision = self._router.decide(pending.request, now_s, pending.lookup)
         except RoutingError as error:
-            if self.first_node_wait_s and isinstance(error, NoNodeAvailable):
+            if isinstance(error, NoNodeAvailable) and self._wait_without_node_s(pending.request):
                 self.queue.last_node_left(key, pending)
             else:
                 self.queue.remove(key, pending)
@@ -356,6 +359,10 @@ class Admission:
                 decision = eligible_nodes.below_queue_threshold(self._router, pending.request, decision, threshold)
         self.queue.update_decision(key, queued, decision)
         return True
+
+    def _wait_without_node_s(self, request: RoutingRequest) -> float:
+        """How long a request waits while no node can serve it. 0: it is rejected at once."""
+        return self.first_node_wait_s or (FIRST_CHECK_WAIT_S if self._router.awaits_first_check(request.model) else 0.0)
 
     # Periodic work.
 
@@ -385,12 +392,13 @@ class Admission:
             request = pending.request
             try:
                 decision = self._eligible(request, self._router.decide(request, now_s, pending.lookup), now_s)
-            except NoNodeAvailable:
-                max_wait_s = min(self.first_node_wait_s, self._config_of(request).max_wait_s or inf)
+            except NoNodeAvailable as error:
+                wait_s = self._wait_without_node_s(request)
+                max_wait_s = min(wait_s, self._config_of(request).max_wait_s or inf)
                 due_s = min(request.deadline_s or inf, request.total_deadline_s or inf) - TICK_S
-                if now_s - request.arrived_s > max_wait_s or now_s > due_s:
+                if not wait_s or now_s - request.arrived_s > max_wait_s or now_s > due_s:
                     queue.remove_without_node(pending)
-                    pending.on_rejected(QueueTimeout())
+                    pending.on_rejected(QueueTimeout() if wait_s else error)
             except RoutingError as error:
                 queue.remove_without_node(pending)
                 pending.on_rejected(error)

@@ -47,6 +47,7 @@ class Router:
         routes: Sequence[RouteConfig] = (),
     ) -> None:
         self._fleet = fleet
+        self.awaits_first_check = fleet.awaits_first_check
         self._cache_view = cache_view
         self.output_lengths = OutputLengthEstimate()
         self._context_fit = ContextFit(cache_view, self.output_lengths)
