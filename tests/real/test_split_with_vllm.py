@@ -144,7 +144,12 @@ def without_spaces(model: Path) -> dict[str, int]:
 def test_answers_are_those_of_one_engine(split_engines: list[RealEngine]) -> None:
     prefill, decode, mixed = split_engines
     choice = {"type": "function", "function": {"name": "weather"}}
-    forced = {"tools": TOOLS, "tool_choice": choice, "max_tokens": 100, "logit_bias": without_spaces(mixed.model)}
+    forced: dict[str, Any] = {
+        "tools": TOOLS,
+        "tool_choice": choice,
+        "max_tokens": 100,
+        "logit_bias": without_spaces(mixed.model),
+    }
     whole = [chat(6, 1), chat(13, **forced), chat(14, stream=True, **forced)]
     """These go to one node: a short prompt, and calls that the request forces."""
     requests = [
