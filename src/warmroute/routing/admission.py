@@ -60,6 +60,9 @@ FULL_CHECK_TICKS: Final = 20
 HITS_VALID_S: Final = 0.25
 """Time for which the looked-up hits of a queued request are used again."""
 
+DECISION_VALID_S: Final = 0.003
+"""Time for which a decision holds of a queued request that would not go first by it."""
+
 FIRST_CHECK_WAIT_S: Final = 5.0
 """How long a request waits for the first health check of a new node while no other node can serve it."""
 
@@ -318,6 +321,9 @@ class Admission:
         best: QueuedRequest | None = None
         lowest = inf
         for queued in examined:
+            is_recent = best is not None and queued.decided_since(now_s - DECISION_VALID_S)
+            if is_recent and queued.effective_key(now_s) >= lowest:
+                continue
             if not self._is_current(key, queued, now_s):
                 continue
             decision = queued.decision

@@ -100,6 +100,10 @@ class QueuedRequest:
         name, group = self.decision.node.name, query.group.sort_if_changed()
         return name not in group.up.by_name and name not in group.last_resort.by_name
 
+    def decided_since(self, time_s: float) -> bool:
+        query = self.decision.query
+        return query is not None and query.now_s > time_s
+
     def current_key(self) -> float:
         """Return the key of its present decision."""
         return self.prefill_ms if self.order is not QueueOrder.FIRST_COME else self.pending.request.arrived_s
