@@ -197,11 +197,17 @@ def test_a_node_restart_keeps_ranks_that_have_reported_since() -> None:
     node = NodeKvEvents(subscriber.cache)
     node.ranks[0] = subscriber.rank
     subscriber.receive(*engine.publish())
-    assert node.restarted(started_s=99.0) == [] and subscriber.hits(1) == [True], "sent at 100.0: the new process"
+    assert node.restarted(started_s=97.0) == [] and subscriber.hits(1) == [True], "sent at 100.0: the new process"
+    assert node.restarted(started_s=99.3) == [0] and subscriber.hits(1) == [False], "start times are too early by 1 s"
+    subscriber.receive(0, engine.messages[0])
     assert node.restarted(started_s=101.0) == [0] and subscriber.hits(1) == [False]
     assert not subscriber.cache.complete
     subscriber.receive(0, engine.messages[0])
     assert subscriber.cache.complete and subscriber.hits(1) == [True]
+    subscriber.now_s = 20.0
+    subscriber.receive(0, Engine().publish()[1])
+    assert node.restarted(started_s=101.0, polled_s=19.0) == [], "its numbers have started again since"
+    assert node.restarted(started_s=101.0, polled_s=21.0) == [0]
 
 
 # Time.

@@ -78,9 +78,10 @@ class KvEventClient:
     def rediscover(self) -> None:
         self._wake.set()
 
-    def restarted(self, started_s: float) -> None:
-        """Start again with the engine's new process, which started at `started_s` by its own clock."""
-        self._read_again(self._events.restarted(started_s))
+    def restarted(self, started_s: float, polled_s: float) -> None:
+        """Start again with the engine's new process, which started at `started_s` by its own clock. The previous one
+        was last seen at `polled_s`."""
+        self._read_again(self._events.restarted(started_s, polled_s))
         self.rediscover()
 
     def model_changed(self) -> None:

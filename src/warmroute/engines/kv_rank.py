@@ -27,6 +27,8 @@ EVENTS_PER_CHECK: Final = 16
 REREAD_INTERVAL_S: Final = 60.0
 """Minimum time between two rereads of a stream whose events contradict each other, and between two warnings."""
 DELAY_WINDOW_S: Final = 60.0
+START_TIME_ERROR_S: Final = 2.0
+"""How much a process's reported start time may be too early: kernels count it from a boot time in whole seconds."""
 
 Decoder = Callable[[Payload], Iterable[Event]]
 """Return a message's events. Raises BadPayload."""
@@ -78,6 +80,8 @@ class RankEvents(Generic[Payload]):
         self._reread_s = self._warned_s = NEVER_S
         self.first_sent_s: float | None = None
         """When the engine's current process sent its first message, by the engine's clock."""
+        self.renumbered_s = NEVER_S
+        """When messages last showed a new process: their numbers started again."""
         self.sequence = EventSequence[Payload](self._enqueue, self._forget, budget, size_bytes)
         cache.add_rank(rank)
 
@@ -165,6 +169,7 @@ class RankEvents(Generic[Payload]):
             self._decode = self._new_decoder()
             self._applier = KvEventApplier(self._cache, self._rank)
             self.first_sent_s = None
+            self.renumbered_s = self._now()
             self._cache.all_blocks_cleared(self._rank)
             self._cache.set_complete(self._rank, False)
 
@@ -183,12 +188,18 @@ class NodeKvEvents:
     def is_connected(self) -> bool:
         return bool(self.ranks)
 
-    def restarted(self, started_s: float) -> list[int]:
+    def restarted(self, started_s: float, polled_s: float = inf) -> list[int]:
         """Forget the blocks of the engine's previous process. Return the ranks whose streams start again at 0.
 
-        `started_s` is the new process's start time by its own clock. Ranks that have sent events since then are
-        current."""
-        current = [number for number, rank in self.ranks.items() if (rank.first_sent_s or 0.0) >= started_s]
+        `started_s` is the new process's start time by its own clock; `polled_s` is when the previous process was last
+        seen. Ranks are current whose numbers started again since then, or which have sent their first event well after
+        the start."""
+        since_s = started_s + START_TIME_ERROR_S
+        current = [
+            number
+            for number, rank in self.ranks.items()
+            if rank.renumbered_s > polled_s or (rank.first_sent_s or 0.0) >= since_s
+        ]
         self.cache.restarted(current)
         stale = [number for number in self.ranks if number not in current]
         for number in stale:

@@ -41,7 +41,7 @@ class KvEvents(Protocol):
     def block_size(self) -> int: ...
     @property
     def is_connected(self) -> bool: ...
-    def restarted(self, started_s: float) -> object: ...
+    def restarted(self, started_s: float, polled_s: float) -> object: ...
 
 
 def apply_health_pass(fleet: Fleet, node: Node, round_trip_ms: float, now_s: float) -> None:
@@ -52,6 +52,7 @@ def apply_health_pass(fleet: Fleet, node: Node, round_trip_ms: float, now_s: flo
 def apply_load_report(node: Node, report: LoadReport, kv_events: KvEvents | None, now_s: float) -> None:
     """Take over a node's load. Another incarnation means that the engine restarted, with an empty cache and without
     adapters."""
+    polled_s = node.polled_s
     node.update_load(report.running, report.waiting, report.kv_usage, now_s)
     incarnation = node.reported.start_time(report.incarnation, now_s)
     before, node.incarnation = node.incarnation, incarnation
@@ -66,7 +67,7 @@ def apply_load_report(node: Node, report: LoadReport, kv_events: KvEvents | None
     cache = kv_events.cache
     if restarted:
         log.info("node_restarted", "Its KV cache is empty.", node=node.name)
-        kv_events.restarted(incarnation)
+        kv_events.restarted(incarnation, polled_s)
     node.rates.update_predictions(cache.routed_tokens, cache.predicted_tokens)
     _check_predictions(node, cache)
     cache.last_contact_s = now_s
