@@ -64,11 +64,41 @@ def test_a_request_waits_for_the_first_check_of_a_new_node_but_not_for_one_that_
             harness.fleet.update_models(node, [MODEL], [])
             harness.fleet.check_passed(node, harness.now_s)
             harness.tick()
-            assert first.node is node
+            assert first.node is node and (other.queued or other.node is node)
         else:
             harness.fleet.check_failed(node, harness.now_s, "refused")
             harness.tick()
             assert isinstance(first.error, NoNodeAvailable) and isinstance(other.error, NoNodeAvailable)
+
+
+def test_a_request_that_has_queued_for_long_waits_when_all_nodes_are_replaced() -> None:
+    harness, ticket = one_busy_node()
+    queued = harness.submit()
+    assert queued.queued
+    harness.advance(60.0)
+    harness.fleet.remove(ticket.node.name)
+    node = harness.fleet.add(NodeConfig(url="http://127.0.0.1:1", name="new"))
+    harness.tick()
+    harness.advance(FIRST_CHECK_WAIT_S - 0.1)
+    harness.tick()
+    assert queued.queued
+    harness.fleet.update_models(node, [MODEL], [])
+    harness.fleet.check_passed(node, harness.now_s)
+    harness.tick()
+    assert queued.node is node
+
+
+def test_a_draining_node_or_one_whose_check_timed_out_is_not_waited_for() -> None:
+    for drains in (True, False):
+        harness = empty_fleet()
+        harness.admission.first_node_wait_s = 0.0
+        node = harness.fleet.add(NodeConfig(url="http://127.0.0.1:1", name="new"))
+        if drains:
+            harness.fleet.drain("new")
+        else:
+            harness.fleet.check_timed_out(node, harness.now_s)
+        with pytest.raises(NoNodeAvailable):
+            harness.submit()
 
 
 def test_a_request_that_must_not_queue_is_rejected() -> None:

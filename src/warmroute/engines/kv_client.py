@@ -87,7 +87,7 @@ class KvEventClient:
     def model_changed(self) -> None:
         """Read everything again: the node's blocks belong to another model than before."""
         for rank in self._events.ranks.values():
-            rank.sequence.restart()
+            rank.restart()
         self._read_again(self._events.ranks)
 
     def _read_again(self, ranks: Iterable[int]) -> None:

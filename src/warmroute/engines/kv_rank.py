@@ -81,7 +81,7 @@ class RankEvents(Generic[Payload]):
         self.first_sent_s: float | None = None
         """When the engine's current process sent its first message, by the engine's clock."""
         self.renumbered_s = NEVER_S
-        """When messages last showed a new process: their numbers started again."""
+        """When a message last showed a new process: the numbers started again."""
         self.sequence = EventSequence[Payload](self._enqueue, self._forget, budget, size_bytes)
         cache.add_rank(rank)
 
@@ -103,6 +103,11 @@ class RankEvents(Generic[Payload]):
             self._cache.event_lag_s = delay_s - self._delays.least_s(delay_s, self._now())
         self.sequence.receive(number, payload)
 
+    def restart(self) -> None:
+        """Something else than a message shows a new process, or another model."""
+        self.sequence.restart()
+        self.renumbered_s = NEVER_S
+
     def work(self, until_s: float) -> bool:
         """Apply queued messages until a moment of `time.monotonic`. Return whether some are left."""
         while True:
@@ -120,6 +125,13 @@ class RankEvents(Generic[Payload]):
             self._events = None
             if self._queue and time.monotonic() >= until_s:
                 return True
+
+    def is_current(self, started_s: float, polled_s: float) -> bool:
+        """Whether its events are those of a process that started at `started_s` (see NodeKvEvents.restarted)."""
+        sent_s = self.first_sent_s
+        if sent_s is not None and sent_s >= started_s + START_TIME_ERROR_S:
+            return True
+        return self.renumbered_s > polled_s and (sent_s is None or sent_s >= started_s)
 
     def _enqueue(self, payload: Payload) -> None:
         if self.first_sent_s is None:
@@ -192,18 +204,13 @@ class NodeKvEvents:
         """Forget the blocks of the engine's previous process. Return the ranks whose streams start again at 0.
 
         `started_s` is the new process's start time by its own clock; `polled_s` is when the previous process was last
-        seen. Ranks are current whose numbers started again since then, or which have sent their first event well after
-        the start."""
-        since_s = started_s + START_TIME_ERROR_S
-        current = [
-            number
-            for number, rank in self.ranks.items()
-            if rank.renumbered_s > polled_s or (rank.first_sent_s or 0.0) >= since_s
-        ]
+        seen. Ranks are current which have sent their first event well after the start, and those whose numbers started
+        again since `polled_s`, unless they have sent it before the start."""
+        current = [number for number, rank in self.ranks.items() if rank.is_current(started_s, polled_s)]
         self.cache.restarted(current)
         stale = [number for number in self.ranks if number not in current]
         for number in stale:
-            self.ranks[number].sequence.restart()
+            self.ranks[number].restart()
         return stale
 
     def remove_rank(self, number: int) -> None:

@@ -179,9 +179,11 @@ class Fleet:
         return all(node.models is not None for node in self)
 
     def awaits_first_check(self, model: str) -> bool:
-        """Whether a node that the router has not checked yet may serve this model. Empty: any model."""
+        """Whether a node whose first check has not ended may serve this model. Empty: any model."""
         return any(
-            node.health.state is HealthState.UNKNOWN and (not model or node.models is None or model in node.models)
+            node.health.awaits_first_check
+            and not node.draining
+            and (not model or node.models is None or model in node.models)
             for node in self
         )
 

@@ -62,6 +62,11 @@ class Health:
     def __post_init__(self) -> None:
         self._next_open_s = self.config.breaker_open_s
 
+    @property
+    def awaits_first_check(self) -> bool:
+        """Whether no check has ended yet: none passed, failed or timed out."""
+        return self.state is HealthState.UNKNOWN and not self._consecutive_timeouts
+
     def check_passed(self, now_s: float) -> None:
         if now_s < self._failed_check_s:
             return  # an older result than the one known

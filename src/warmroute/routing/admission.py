@@ -61,7 +61,7 @@ HITS_VALID_S: Final = 0.25
 """Time for which the looked-up hits of a queued request are used again."""
 
 DECISION_VALID_S: Final = 0.003
-"""Time for which a decision holds of a queued request that would not go first by it."""
+"""A queued request that would not go first keeps its decision for this long."""
 
 FIRST_CHECK_WAIT_S: Final = 5.0
 """How long a request waits for the first health check of a new node while no other node can serve it."""
@@ -82,7 +82,7 @@ class Admission:
         self._filling: dict[Node, None] = {}
         """Nodes with room that queued requests are being sent to."""
         self._version = 0
-        """Incremented when something may have changed. Decisions of queued requests hold within one version."""
+        """Incremented when something may have changed. A decision of the same version need not be made again."""
         self.turns: Turns | None = None
         """Whose turn it is among several processes; None if this is the only one."""
         self.first_node_wait_s = 0.0
@@ -127,7 +127,7 @@ class Admission:
             if not self._wait_without_node_s(request) or not request.may_queue:
                 raise
             displaced = self._check_queue_limit(request, now_s)
-            queue.add_without_node(pending)
+            queue.add_without_node(pending, now_s)
             if displaced is not None:
                 self._displace(displaced, now_s)
             return
@@ -355,7 +355,7 @@ class Admission:
                 decision = self._router.decide(pending.request, now_s, pending.lookup)
         except RoutingError as error:
             if isinstance(error, NoNodeAvailable) and self._wait_without_node_s(pending.request):
-                self.queue.last_node_left(key, pending)
+                self.queue.last_node_left(key, pending, now_s)
             else:
                 self.queue.remove(key, pending)
                 pending.on_rejected(error)
@@ -400,9 +400,10 @@ class Admission:
                 decision = self._eligible(request, self._router.decide(request, now_s, pending.lookup), now_s)
             except NoNodeAvailable as error:
                 wait_s = self._wait_without_node_s(request)
-                max_wait_s = min(wait_s, self._config_of(request).max_wait_s or inf)
+                since_s = request.arrived_s if self.first_node_wait_s else queue.without_node_since_s[key]
+                until_s = min(since_s + wait_s, request.arrived_s + (self._config_of(request).max_wait_s or inf))
                 due_s = min(request.deadline_s or inf, request.total_deadline_s or inf) - TICK_S
-                if not wait_s or now_s - request.arrived_s > max_wait_s or now_s > due_s:
+                if not wait_s or now_s > until_s or now_s > due_s:
                     queue.remove_without_node(pending)
                     pending.on_rejected(QueueTimeout() if wait_s else error)
             except RoutingError as error:

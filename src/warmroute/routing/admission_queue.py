@@ -121,6 +121,8 @@ class AdmissionQueue:
         """By priority: admitted work of the tenant whose turn was last. New tenants start there."""
         self.waiting_for_first_node: dict[int, PendingRequest] = {}
         """Requests for which no node exists, in order of arrival, by id()."""
+        self.without_node_since_s: dict[int, float] = {}
+        """When they began to wait without a node, by id()."""
         self._number = 0
         """Of the request that was queued last."""
         self._counts: Counter[Key] = Counter()
@@ -143,15 +145,15 @@ class AdmissionQueue:
         self.queued_total += 1
         self._add(pending, decision)
 
-    def add_without_node(self, pending: PendingRequest) -> None:
+    def add_without_node(self, pending: PendingRequest, now_s: float) -> None:
         """Queue a request until a first node joins."""
         self.queued_total += 1
-        self._add_without_node(pending)
+        self._add_without_node(pending, now_s)
 
-    def last_node_left(self, key: Key, pending: PendingRequest) -> None:
+    def last_node_left(self, key: Key, pending: PendingRequest, now_s: float) -> None:
         """A queued request continues to wait for a first node."""
         self.remove(key, pending)
-        self._add_without_node(pending)
+        self._add_without_node(pending, now_s)
 
     def first_node_joined(self, pending: PendingRequest, decision: Decision) -> None:
         """A request that waited for a first node continues to wait for room on it."""
@@ -185,6 +187,7 @@ class AdmissionQueue:
         """Return False if the request did not wait for a first node."""
         if self.waiting_for_first_node.pop(id(pending), None) is None:
             return False
+        del self.without_node_since_s[id(pending)]
         self._count_removed(_key(pending))
         return True
 
@@ -219,8 +222,9 @@ class AdmissionQueue:
             if not tenants:
                 del self.waiting_for[node]
 
-    def _add_without_node(self, pending: PendingRequest) -> None:
+    def _add_without_node(self, pending: PendingRequest, now_s: float) -> None:
         self.waiting_for_first_node[id(pending)] = pending
+        self.without_node_since_s[id(pending)] = now_s
         self.waiting += 1
         self._counts[_key(pending)] += 1
 
