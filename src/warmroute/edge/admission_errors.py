@@ -59,7 +59,7 @@ def to_error(why: reasons.RoutingError, request: RoutingRequest) -> HttpError:
             )
             return _unavailable(503, "no_node_in_subset", message, None)
         case reasons.QueueTimeout():
-            message = f"The request waited in the router's queue, and no node had room for it in time. {RETRY}"
+            message = f"The request waited in the router's queue, and no node could take it in time. {RETRY}"
             return _unavailable(503, "queue_timeout", message, RETRY_AFTER_S)
         case reasons.AllNodesUnavailable():
             message = f"Every node says that it cannot serve requests now. {RETRY}"

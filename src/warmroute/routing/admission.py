@@ -392,6 +392,7 @@ class Admission:
     def _check_first_nodes(self, now_s: float) -> None:
         """Continue with the requests whose first node has joined, and reject those that waited too long for it."""
         queue = self.queue
+        waits_s: dict[str, float] = {}  # by model
         for key, pending in list(queue.waiting_for_first_node.items()):
             if key not in queue.waiting_for_first_node:
                 continue
@@ -399,7 +400,9 @@ class Admission:
             try:
                 decision = self._eligible(request, self._router.decide(request, now_s, pending.lookup), now_s)
             except NoNodeAvailable as error:
-                wait_s = self._wait_without_node_s(request)
+                if request.model not in waits_s:
+                    waits_s[request.model] = self._wait_without_node_s(request)
+                wait_s = waits_s[request.model]
                 since_s = request.arrived_s if self.first_node_wait_s else queue.without_node_since_s[key]
                 until_s = min(since_s + wait_s, request.arrived_s + (self._config_of(request).max_wait_s or inf))
                 due_s = min(request.deadline_s or inf, request.total_deadline_s or inf) - TICK_S
