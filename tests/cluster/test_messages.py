@@ -39,7 +39,7 @@ def first_token(
 
 
 UPDATE = Update(
-    VERSION, "router-0", 7, 12.5, True, ("a",), row(), {"m": 2}, {"a": (1, -4.5)}, {"m": (1, 2.5)},
+    VERSION, "router-0", 7, 12.5, True, ("a",), row(), {"m": 2}, {"a": (1, -4.5, 9.0)}, {"m": (1, 2.5, 2.5)},
     {"acme": (3.0, 120.5, 9.0, -4.0)}, ("a",), first_token(), (("a", b"12345678", True, ""),),
     (((1 << 64) - 1, "eu", "us"),),
 )  # fmt: skip
@@ -78,8 +78,9 @@ def changed(**fields: Any) -> bytes:
         changed(rows=row() + row()),
         changed(rows=b""),
         changed(nodes=("a", "b")),
-        changed(heads={"a": (1, nan)}),
-        changed(firsts={"m": (1, nan)}),
+        changed(heads={"a": (1, nan, 1.0)}),
+        changed(firsts={"m": (1, nan, 1.0)}),
+        changed(heads={"a": (1, 1.0, nan)}),
         changed(taken={"a": (nan, 0.0, 0.0, 0.0)}),
         changed(first_tokens=first_token(sent_s=inf)),
         changed(first_tokens=first_token(at_s=nan)),
@@ -109,7 +110,7 @@ def test_a_message_of_another_version_is_named_as_such() -> None:
 
 def test_a_new_field_of_a_change_gets_a_new_version() -> None:
     """Processes compare digests of encoded changes: with another number of fields they would never agree."""
-    assert (VERSION, len(NodeChange.__struct_fields__)) == (6, 7)
+    assert (VERSION, len(NodeChange.__struct_fields__)) == (7, 7)
 
 
 def test_damaged_messages_are_read_or_rejected_and_nothing_else() -> None:

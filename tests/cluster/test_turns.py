@@ -24,6 +24,8 @@ from warmroute.routing.routing_errors import RoutingError
 
 LIMIT_MS = 250.0
 """The default of admission.max_node_backlog_ms."""
+LONG = (NORMAL, 1000.0, 1000.0)
+"""A request of this process with a second of prefill work."""
 
 
 class Pending:
@@ -140,11 +142,11 @@ def test_an_idle_node_is_not_left_to_a_peer_whose_request_has_gone() -> None:
     assert a.state.peers["b"].heads
     turns = a.admission.turns
     assert turns is not None
-    assert not turns.is_ours(a.node(), NORMAL, 1000.0, a.now_s)
+    assert not turns.is_ours(a.node(), LONG, LIMIT_MS, a.now_s)
     blocking.ticket.first_token(a.now_s)
     blocking.ticket.close(Outcome.OK, a.now_s)
     assert not a.node().inflight
-    assert turns.is_ours(a.node(), NORMAL, 1000.0, a.now_s)  # no message of b has arrived
+    assert turns.is_ours(a.node(), LONG, LIMIT_MS, a.now_s)  # no message of b has arrived
 
 
 def test_all_processes_see_room_before_the_first_token_of_a_prompt() -> None:
@@ -248,17 +250,37 @@ def test_a_process_does_not_wait_for_a_request_whose_prefix_is_cached_elsewhere(
     assert longer.sent_s is not None
 
 
+def test_a_process_does_not_leave_room_to_a_peer_if_the_node_has_room_for_both() -> None:
+    """A node that serves hundreds of short prompts per second would else get one of each process per turn."""
+    a, b = Process("a", nodes=1), Process("b", nodes=1)
+    blocking = Pending(a, 0, 8000)
+    a.admission.submit(blocking, a.now_s)
+    exchange(a, b)
+    short = [Pending(process, 1 + number, 100) for number in range(40) for process in (a, b)]
+    for one in short:
+        one.process.admission.submit(one, one.process.now_s)
+    exchange(a, b)
+    assert all(one.sent_s is None for one in short)
+    blocking.ticket.first_token(a.now_s)
+    for process in (a, b):
+        exchange(a, b)
+        process.admission.node_freed(process.node(), process.now_s)
+    sent = [one for one in short if one.sent_s is not None]
+    each_ms = 100 * a.node().speed.ms_per_token
+    assert LIMIT_MS / each_ms / 2 < len(sent) <= 1.05 * LIMIT_MS / each_ms + 2
+
+
 def test_a_process_yields_again_when_a_node_has_room_again() -> None:
     fleet = Fleet(Health())
     peer = Peer("b", fleet, CacheView(Index()), None)
     turns = ClusterTurns({"b": peer}, lambda: None)
     node = fleet.add(NodeConfig(url="http://n:1", models=("m",)))
     Ticket(node, 0.0)
-    peer.heads = {node.name: (HIGH, 1.0)}
-    assert not turns.is_ours(node, NORMAL, 1000.0, 0.0)
+    peer.heads = {node.name: (HIGH, 1.0, 1.0)}
+    assert not turns.is_ours(node, LONG, LIMIT_MS, 0.0)
     turns.no_room(node)  # the peer's request has taken it
-    assert not turns.is_ours(node, NORMAL, 1000.0, 0.5)
-    assert turns.is_ours(node, NORMAL, 1000.0, 0.7)
+    assert not turns.is_ours(node, LONG, LIMIT_MS, 0.5)
+    assert turns.is_ours(node, LONG, LIMIT_MS, 0.7)
 
 
 def test_processes_that_wait_for_a_peer_in_vain_do_not_all_send_at_once() -> None:
@@ -269,9 +291,9 @@ def test_processes_that_wait_for_a_peer_in_vain_do_not_all_send_at_once() -> Non
     for ahead in (1, 2, 3):
         peers = {str(at): Peer(str(at), fleet, CacheView(Index()), None) for at in range(ahead)}
         for at, peer in enumerate(peers.values()):
-            peer.heads = {node.name: (NORMAL, 10.0 * at)}
+            peer.heads = {node.name: (NORMAL, 10.0 * at, 10.0)}
         turns = ClusterTurns(peers, lambda: None)
-        begins_s.append(next(ms for ms in range(1000) if turns.is_ours(node, NORMAL, 1000.0, ms / 1000)))
+        begins_s.append(next(ms for ms in range(1000) if turns.is_ours(node, LONG, LIMIT_MS, ms / 1000)))
     assert min(later - sooner for sooner, later in pairwise(begins_s)) >= 40
 
 
@@ -303,8 +325,8 @@ def test_nodes_that_left_are_forgotten() -> None:
     for number in range(5000):
         node = fleet.add(NodeConfig(url=f"http://n{number}:1", models=("m",)))
         Ticket(node, float(number))
-        peer.heads = {node.name: (HIGH, 1.0)}
-        assert not turns.is_ours(node, NORMAL, 1000.0, float(number))
+        peer.heads = {node.name: (HIGH, 1.0, 1.0)}
+        assert not turns.is_ours(node, LONG, LIMIT_MS, float(number))
         fleet.remove(node.name)
     assert len(turns._yields_since_s) < 200
 

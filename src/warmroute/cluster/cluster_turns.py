@@ -1,10 +1,10 @@
 """The order of requests that wait in the queues of several processes for the same node (see routing/turns.py).
 
-Each process publishes, by node, the priority and the prefill time of its first request; and, by model, those of its
-first request that would go to any node with room. A process leaves a node's room to a peer whose first request comes
-before its own. The peer's request may go elsewhere, so each process waits for its turn: TURN_S for each peer that comes
-before it. If all waited for the same time, all would send at once. A process does not leave an idle node to a peer, nor
-the turn of an overdue request: each process keeps the guarantee of its own requests. The order between tenants is kept
+Each process publishes, by node, its first request; and, by model, its first request that would go to any node with
+room. A process leaves a node's room to a peer whose first request comes before its own, if the node has no room for
+both. The peer's request may go elsewhere, so each process waits for its turn: TURN_S for each peer that comes before
+it. If all waited for the same time, all would send at once. A process does not leave an idle node to a peer, nor the
+turn of an overdue request: each process keeps the guarantee of its own requests. The order between tenants is kept
 within each process only.
 
 All processes know when the node's first prompt reached it, whichever process sent that (_kernel/peer_load.c). So they
@@ -22,6 +22,7 @@ from typing import Final
 
 from warmroute.cluster.peer import Peer
 from warmroute.fleet.node import Node
+from warmroute.routing.admission_queue import Head
 
 TURN_S: Final = 0.05
 """How long a process leaves a node's room to one peer: until it would know that the peer has taken it."""
@@ -39,12 +40,16 @@ class ClusterTurns:
         self._forget_at = 64
         """Number of nodes in `_yields_since_s` at which old ones are forgotten."""
 
-    def is_ours(self, node: Node, priority: int, work_ms: float, now_s: float) -> bool:
+    def is_ours(self, node: Node, own: Head, limit_ms: float, now_s: float) -> bool:
         if not node.inflight:  # the peer's request is not waiting for this node, or goes there at once, too
             return True
-        name, own = node.name, (priority, work_ms)
-        ahead = sum([self._comes_first(peer, node, own) for peer in self._peers.values()])
-        if not ahead:
+        name, ahead, work_ms = node.name, 0, own[2]
+        for peer in self._peers.values():
+            first = _first_before(peer, node, own)
+            if first is not None:
+                ahead += 1
+                work_ms += first[2]
+        if not ahead or self.work_left(node, now_s) * node.speed.ms_per_token + work_ms <= limit_ms:
             self._yields_since_s.pop(name, None)
             return True
         since_s = self._yields_since_s.get(name)
@@ -55,15 +60,6 @@ class ClusterTurns:
             return False
         del self._yields_since_s[name]
         return True
-
-    @staticmethod
-    def _comes_first(peer: Peer, node: Node, own: tuple[int, float]) -> bool:
-        """Return whether a request of the peer comes before this process's."""
-        head = peer.heads.get(node.name)
-        if head is not None and head < own:
-            return True
-        firsts = peer.firsts
-        return bool(firsts) and any(group.model in firsts and firsts[group.model] < own for group in node.groups)
 
     def no_room(self, node: Node) -> None:
         self._yields_since_s.pop(node.name, None)
@@ -82,3 +78,16 @@ class ClusterTurns:
     def work_left(self, node: Node, now_s: float) -> float:
         work = node.remaining_work(now_s)
         return work + len(self._peers) * max(0.0, node.own_pending_work - node.published_work)
+
+
+def _first_before(peer: Peer, node: Node, own: Head) -> Head | None:
+    """Return the request of the peer that comes before this process's; None if none does."""
+    head = peer.heads.get(node.name)
+    if head is not None and head < own:
+        return head
+    if peer.firsts:
+        for group in node.groups:
+            head = peer.firsts.get(group.model)
+            if head is not None and head < own:
+                return head
+    return None

@@ -18,7 +18,7 @@ from msgspec import Meta
 
 from warmroute._kernel import check_first_tokens, check_load_rows
 
-VERSION: Final = 6
+VERSION: Final = 7
 """Changes with the meaning of a field, and with the fields of `NodeChange`, of which peers compare digests. A process
 ignores messages of other versions."""
 PUBLISH_S: Final = 0.02
@@ -53,6 +53,8 @@ Chain = Annotated[bytes, Meta(max_length=MAX_ROUTED_BYTES)]
 RoutedPrompt = tuple[Name, Chain, bool, Name]
 """A prompt that a process sent to a node, which will hold these blocks: the node, its blocks, whether the node's KV
 events will contain them, and the cache group."""
+Head = tuple[Count, float, Number]
+"""A waiting request: its priority, its effective work, and its prefill time, both in ms."""
 Home = tuple[int, Name, Name]
 """The islands of a conversation: a hash of it with 64 bits (MessagePack has no longer integers), its home, and where
 its last request went."""
@@ -106,10 +108,10 @@ class Update(msgspec.Struct, frozen=True, array_like=True):
                       its oldest prompt there without a first token, and when that reached the node"""
     waiting: Annotated[dict[Name, Count], Meta(max_length=MAX_MODELS)] = {}
     """Requests in its admission queue, by model."""
-    heads: Annotated[dict[Name, tuple[Count, float]], Meta(max_length=MAX_NODES)] = {}
-    """Priority and score of the first request that waits for a node, by node."""
-    firsts: Annotated[dict[Name, tuple[Count, float]], Meta(max_length=MAX_MODELS)] = {}
-    """Priority and score of the first waiting request that would go to any node with room, by model."""
+    heads: Annotated[dict[Name, Head], Meta(max_length=MAX_NODES)] = {}
+    """The first request that waits for a node, by node."""
+    firsts: Annotated[dict[Name, Head], Meta(max_length=MAX_MODELS)] = {}
+    """The first waiting request that would go to any node with room, by model."""
     taken: Annotated[dict[Name, tuple[Total, Total, Total, Total]], Meta(max_length=MAX_TENANTS)] = {}
     """Of the tenants for which it changed: totals of the requests and tokens that its requests took from the limits,
     and what it knows to be left of both."""
@@ -178,8 +180,8 @@ def decode(message: bytes) -> Update:
         raise BadMessage("the load of a node is not within its bounds")
     if not check_first_tokens(update.first_tokens, len(update.first_token_nodes)):
         raise BadMessage("a first token is not within its bounds")
-    if not all(isfinite(score) for firsts in (update.heads, update.firsts) for _, score in firsts.values()):
-        raise BadMessage("a score is not a number")
+    if not all(isfinite(work_ms) for firsts in (update.heads, update.firsts) for _, work_ms, _ in firsts.values()):
+        raise BadMessage("the work of a waiting request is not a number")
     if any(len(chain) % 8 for _, chain, _, _ in update.routed):
         raise BadMessage("a list of block hashes is cut off")
     return update

@@ -16,7 +16,7 @@ from math import inf
 from typing import Final
 
 from warmroute._kernel import PeerRow, apply_load_rows
-from warmroute.cluster.messages import Update
+from warmroute.cluster.messages import Head, Update
 from warmroute.fleet.fleet import Fleet
 from warmroute.fleet.group import Group
 from warmroute.fleet.node import Node
@@ -43,10 +43,10 @@ class Peer:
         self.heard_s = 0.0
         self.lost = 0
         """Messages that did not arrive, or not in order."""
-        self.heads: dict[str, tuple[int, float]] = {}
-        """Priority and score of its first waiting request, by node."""
-        self.firsts: dict[str, tuple[int, float]] = {}
-        """The same of its first request that would go to any node with room, by model."""
+        self.heads: dict[str, Head] = {}
+        """Its first waiting request, by node."""
+        self.firsts: dict[str, Head] = {}
+        """Its first waiting request that would go to any node with room, by model."""
         self.changes_digest = 0
         """A hash of all changes of nodes that it knows."""
         self.left = False

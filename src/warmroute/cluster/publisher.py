@@ -15,6 +15,7 @@ from warmroute.cluster.messages import (
     MAX_ROUTED_BYTES,
     MAX_TENANTS,
     VERSION,
+    Head,
     Home,
     RoutedPrompt,
     Update,
@@ -53,7 +54,7 @@ class Publisher:
         self._routed = cache_view.routed_log = []
         self._homes = affinity.log = []
         self.sequence = 0
-        self._heads: dict[str, tuple[int, float]] = {}
+        self._heads: dict[str, Head] = {}
         self._waiting: dict[str, int] = {}
         self._full_s = -1e9
         self._asks = ""

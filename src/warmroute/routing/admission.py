@@ -184,7 +184,8 @@ class Admission:
         turns, price = self.turns, decision.price
         if turns is None or price is None or not self._queues(request):
             return True
-        return turns.is_ours(decision.entry_node, request.priority, price.prefill, now_s)
+        node, own = decision.entry_node, (request.priority, price.prefill, price.prefill)
+        return turns.is_ours(node, own, self._limit_ms(node), now_s)
 
     def has_room(self, node: Node, now_s: float, more_ms: float = 0.0) -> bool:
         """Return whether little prefill work is left on the node, with this much more. An idle node has room."""
@@ -192,11 +193,15 @@ class Admission:
             return not node.inflight
         turns = self.turns
         work = node.remaining_work(now_s) if turns is None else turns.work_left(node, now_s)
-        # Work in transit keeps no GPU busy, and a distant node has more of it.
-        has_room = work * node.speed.ms_per_token + more_ms <= self.config.max_node_backlog_ms + node.round_trip_ms
+        has_room = work * node.speed.ms_per_token + more_ms <= self._limit_ms(node)
         if turns is not None and not has_room and not more_ms:
             turns.no_room(node)
         return has_room
+
+    def _limit_ms(self, node: Node) -> float:
+        """Return the prefill work up to which a node has room. Work in transit keeps no GPU busy, and a distant node
+        has more of it."""
+        return self.config.max_node_backlog_ms + node.round_trip_ms
 
     def _queues(self, request: RoutingRequest) -> bool:
         """Return whether the request waits at the router while its node has no room."""
@@ -282,7 +287,10 @@ class Admission:
     def _has_turn(self, node: Node, key: Key, queued: QueuedRequest, by_guarantee: bool, now_s: float) -> bool:
         """Return False if a peer's request comes before this one."""
         turns = self.turns
-        return turns is None or by_guarantee or turns.is_ours(node, key[0], queued.effective_key(now_s), now_s)
+        if turns is None or by_guarantee:
+            return True
+        own = (key[0], queued.effective_key(now_s), queued.prefill_ms)
+        return turns.is_ours(node, own, self._limit_ms(node), now_s)
 
     def _admit(self, key: Key, queued: QueuedRequest, by_guarantee: bool, now_s: float) -> None:
         self.queue.charge(key, queued, now_s, by_guarantee)

@@ -33,8 +33,8 @@ WORK_SAMPLE: Final = 64
 
 Key = tuple[int, str]
 """Priority and tenant."""
-Head = tuple[int, float]
-"""Priority and effective work of a request that waits."""
+Head = tuple[int, float, float]
+"""Priority, effective work and prefill time of a request that waits."""
 
 
 def _key(pending: PendingRequest) -> Key:
@@ -309,7 +309,7 @@ class AdmissionQueue:
         by_node: dict[str, Head] = {}
         by_model: dict[str, Head] = {}
         for queued in self.heads():
-            head = queued.pending.request.priority, queued.effective_key(now_s)
+            head = queued.pending.request.priority, queued.effective_key(now_s), queued.prefill_ms
             name, model = queued.decision.entry_node.name, queued.group.model
             if name not in by_node or head < by_node[name]:
                 by_node[name] = head
