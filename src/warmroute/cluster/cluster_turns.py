@@ -40,6 +40,14 @@ class ClusterTurns:
         self._forget_at = 64
         """Number of nodes in `_yields_since_s` at which old ones are forgotten."""
 
+    @property
+    def is_contended(self) -> bool:
+        for peer in self._peers.values():
+            if peer.heads or peer.firsts:
+                return True
+        self._yields_since_s.clear()
+        return False
+
     def is_ours(self, node: Node, own: Head, limit_ms: float, now_s: float) -> bool:
         if not node.inflight:  # the peer's request is not waiting for this node, or goes there at once, too
             return True

@@ -181,8 +181,11 @@ class Admission:
 
     def _is_ours(self, request: RoutingRequest, decision: Decision, now_s: float) -> bool:
         """Return False if the room is a peer's."""
-        turns, price = self.turns, decision.price
-        if turns is None or price is None or not self._queues(request):
+        turns = self.turns
+        if turns is None or not turns.is_contended:
+            return True
+        price = decision.price
+        if price is None or not self._queues(request):
             return True
         node, own = decision.entry_node, (request.priority, price.prefill, price.prefill)
         return turns.is_ours(node, own, self._limit_ms(node), now_s)
@@ -287,7 +290,7 @@ class Admission:
     def _has_turn(self, node: Node, key: Key, queued: QueuedRequest, by_guarantee: bool, now_s: float) -> bool:
         """Return False if a peer's request comes before this one."""
         turns = self.turns
-        if turns is None or by_guarantee:
+        if turns is None or by_guarantee or not turns.is_contended:
             return True
         own = (key[0], queued.effective_key(now_s), queued.prefill_ms)
         return turns.is_ours(node, own, self._limit_ms(node), now_s)

@@ -14,6 +14,10 @@ from warmroute.routing.admission_queue import Head
 
 
 class Turns(Protocol):
+    @property
+    def is_contended(self) -> bool:
+        """Whether a peer has waiting requests. If none has, every turn is this process's."""
+
     def is_ours(self, node: Node, own: Head, limit_ms: float, now_s: float) -> bool:
         """Return whether a request may go to a node with room now. False: a peer has a request that comes before it,
         and with both the node would have more prefill work than `limit_ms`."""
