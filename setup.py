@@ -62,6 +62,7 @@ COMPILED = [
     "routing/queued_requests",
     "routing/router",
     "routing/waiting_guarantee",
+    "routing/without_node",
     "telemetry/journal",
     "telemetry/traffic",
 ]

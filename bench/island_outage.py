@@ -88,7 +88,7 @@ class IslandWorld(World):
         self._failing: set[str] = set()
         if nearest_only:
             self.router.island_choice = NearestOnly(self.fleet.islands, self.cache_view, self.router.output_lengths)
-            self.admission.first_node_wait_s = 1e6
+            self.admission.without_node.first_node_wait_s = 1e6
 
     def request_sent(self, flight: Flight, sim: SimulatedNode) -> None:
         self.conversation_log.add(flight, sim.spec.island, self._failing)

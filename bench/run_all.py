@@ -35,7 +35,7 @@ TIMED = {
     "peers_price": "peers.py --harness HARNESS --policy price --peers vr-rr,sgl-ca",
     "peers_tokenizer": "peers.py --harness HARNESS --tokenizer DATA/tokenizers/qwen3-rebuilt",
     "cluster_messages": "cluster_messages.py",
-    "workers": "workers.py",
+    "workers": "workers.py --harness HARNESS",
     "replay_speed": "replay_speed.py --data DATA",
     "agreement": "agreement.py",
     "policy_ranking": "policy_ranking.py",

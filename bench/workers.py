@@ -1,13 +1,17 @@
-"""CPU time per request of `serve --workers N`, all its processes together, compared with one process:
+"""CPU time and throughput of `serve --workers N`, all its processes together, compared with one process:
 
-    python bench/workers.py [--workers 2] [--rates 2000 4000 0] [--clients 64] [--rounds 3] [--record NAME]
+    python bench/workers.py --harness DIR [--workers 2] [--rounds 3] [--seconds 3] [--scenario NAME …] [--record NAME]
 
-Clients send conversations on kept-alive connections: a turn contains the turns before it. Nodes answer at once with the
-same bytes. So all that takes time is the router, the clients and the nodes, which share the machine's cores.
+DIR is the harness of bench/peers.py. Its `setup` builds a C load generator and a C mock engine into PEERBENCH_HOME
+(~/peerbench). They share the machine's cores with the router, so they have to be cheap, and there are as many of them
+in all cases: two engines, two load generators. Engines answer after 40 ms, as fast real ones do.
 
-A busy process takes less CPU time per request than an idle one, since it handles several requests each time it wakes.
-So all cases get the same requests per second. Rate 0 means as many as the router takes. N processes that share nothing
-show how much of the difference comes from spreading requests over processes, and how much from sharing state.
+Closed loop: so many connections that the router is never idle. Then requests per second show what another process
+adds, until the cores are used up. The last scenario has a fixed rate that one process serves easily. A process that is
+half as busy handles fewer requests each time it wakes, so N processes take more time for them than one, whether they
+share anything or not: the third case has that part alone.
+
+Ratios are taken within a round, one case after the other; the median over the rounds counts.
 """
 
 from __future__ import annotations
@@ -15,24 +19,44 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import sys
-import time
 from pathlib import Path
-from random import Random
 from statistics import median
 from typing import NamedTuple
 
-import uvloop
-from quick_engine import QuickEngine
 from record import Report, add_record_option, load_average
 
+from warmroute.build_info import build
 from warmroute.http_client import request
 
 HOST = "127.0.0.1"
-TURNS = 6
-TURN_BYTES = 700
-SATURATING_RATE = 8000.0
-HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: r\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+ENGINE_PORTS = (18_401, 18_402)
+FIRST_PORT = 18_410
+THINK_US = 40_000
+"""Time of an engine until it answers."""
+CHUNK_US = 10_000
+"""Time between two chunks of a stream."""
+GENERATORS = 2
+WARM_UP_S = 1.0
+
+
+class Scenario(NamedTuple):
+    title: str
+    body: str
+    """A file of PEERBENCH_HOME."""
+    connections: int
+    rate: int = 0
+    """Requests per second; 0: as many as the router serves."""
+    streams: bool = False
+
+
+SCENARIOS = {
+    "1kb": Scenario("1 KB requests, all it takes", "b_1k_n.json", 800),
+    "16kb": Scenario("16 KB requests, all it takes", "b_16k_n.json", 600),
+    "streams": Scenario("600 streams, a chunk every 10 ms", "b_1k_s.json", 600, streams=True),
+    "2000": Scenario("1 KB requests, 2000/s", "b_1k_n.json", 400, rate=2000),
+}
 
 
 class Case(NamedTuple):
@@ -41,8 +65,13 @@ class Case(NamedTuple):
     workers: int
 
 
-async def run_node(port: int) -> None:
-    await (await asyncio.get_running_loop().create_server(QuickEngine, HOST, port)).serve_forever()
+class Measured(NamedTuple):
+    cpu_us: float
+    """Of the router, per request or chunk."""
+    per_s: float
+    router_cores: float
+    other_cores: float
+    """Of engines and load generators."""
 
 
 def cpu_s(pid: int) -> float:
@@ -53,14 +82,21 @@ def cpu_s(pid: int) -> float:
     return own_ns / 1e9 + sum(cpu_s(int(child)) for child in children)
 
 
-async def start(*arguments: str) -> asyncio.subprocess.Process:
-    return await asyncio.create_subprocess_exec(
-        sys.executable, *arguments, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL
-    )
+async def start(*command: str) -> asyncio.subprocess.Process:
+    quiet = asyncio.subprocess.DEVNULL
+    return await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, stderr=quiet)
+
+
+async def start_router(port: int, workers: int) -> asyncio.subprocess.Process:
+    nodes = [word for one in ENGINE_PORTS for word in ("--node", f"http://{HOST}:{one}")]
+    flags = ("--workers", str(workers), "--port", str(port), "--admin-port", str(port + 1))
+    quiet = asyncio.subprocess.DEVNULL
+    command = (sys.executable, "-m", "warmroute.cli.main", "serve", *flags, *nodes)
+    return await asyncio.create_subprocess_exec(*command, stdout=quiet, stderr=quiet)
 
 
 async def until_ready(url: str) -> None:
-    for _ in range(1200):
+    for _ in range(600):
         try:
             if (await request("GET", url, timeout_s=2.0, limit_bytes=1 << 20))[0] == 200:
                 return
@@ -70,100 +106,94 @@ async def until_ready(url: str) -> None:
     raise SystemExit(f"{url} did not answer")
 
 
-async def client(port: int, number: int, requests: int, every_s: float = 0.0) -> None:
-    """Send requests one after another, at most one in `every_s` seconds."""
-    random = Random(number)
-    turns: list[bytes] = []
-    for _ in range(TURNS * 4):
-        if len(turns) % TURNS == 0:
-            messages: list[dict[str, str]] = []
-        text = " ".join(f"w{random.randrange(100_000)}" for _ in range(TURN_BYTES // 7))
-        messages += [{"role": "user", "content": text}, {"role": "assistant", "content": "ok"}]
-        body = json.dumps({"model": "m", "messages": messages[:-1]}).encode()
-        turns.append(HEAD % len(body) + body)
-    reader, writer = await asyncio.open_connection(HOST, port)
-    due_s = time.monotonic() + random.random() * every_s
-    for at in range(requests):
-        if (wait_s := due_s - time.monotonic()) > 0:
-            await asyncio.sleep(wait_s)
-        due_s += every_s
-        writer.write(turns[at % len(turns)])
-        answer = await reader.readuntil(b"\r\n\r\n")
-        length = answer.lower().find(b"content-length:")
-        await reader.readexactly(int(answer[length + 15 :].split(b"\r\n")[0]))
-    writer.close()
+def generator(home: Path, scenario: Scenario, port: int, seconds: float) -> list[str]:
+    """Return the command of one of the load generators."""
+    command = [
+        str(home / "lg"), "-p", str(port), "-c", str(scenario.connections // GENERATORS), "-d", f"{seconds:g}",
+        "-w", f"{WARM_UP_S:g}", "-b", str(home / scenario.body), "-S", "64",
+    ]  # fmt: skip
+    return [*command, "-r", str(scenario.rate // GENERATORS)] if scenario.rate else command
 
 
-async def measure(case: Case, rate: float, clients: int, seconds: float, base_port: int) -> tuple[float, float]:
-    """Return CPU µs per request, and requests per second."""
-    node_ports = (base_port, base_port + 1)
-    processes = [await start(__file__, "--node", str(one)) for one in node_ports]
-    nodes = [word for one in node_ports for word in ("--node", f"http://{HOST}:{one}")]
+async def measure(home: Path, case: Case, scenario: Scenario, seconds: float) -> Measured:
+    ports = [FIRST_PORT + 2 * at for at in range(case.routers)]
+    engines = [await start(str(home / "mock"), str(port)) for port in ENGINE_PORTS]
     routers: list[asyncio.subprocess.Process] = []
     try:
-        for one in node_ports:
-            await until_ready(f"http://{HOST}:{one}/health")
-        ports = [base_port + 2 + 2 * at for at in range(case.routers)]
-        for port in ports:
-            flags = ("--workers", str(case.workers), "--port", str(port), "--admin-port", str(port + 1))
-            routers.append(await start("-m", "warmroute.cli.main", "serve", *flags, *nodes))
+        for engine_port in ENGINE_PORTS:
+            pace = f"interval={CHUNK_US if scenario.streams else 0}&think={0 if scenario.streams else THINK_US}"
+            await until_ready(f"http://{HOST}:{engine_port}/_cfg?{pace}")
+        routers += [await start_router(port, case.workers) for port in ports]
         for port in ports:
             await until_ready(f"http://{HOST}:{port}/ready")
-        await asyncio.sleep(3.0)
+        await asyncio.sleep(2.0)
+        clients = [
+            await start(*generator(home, scenario, ports[at % len(ports)], seconds + 1.0)) for at in range(GENERATORS)
+        ]
+        await asyncio.sleep(WARM_UP_S + 0.5)
 
-        async def load(first: int, requests: int, every_s: float) -> None:
-            await asyncio.gather(
-                *(client(ports[at % len(ports)], first + at, requests, every_s) for at in range(clients))
-            )
+        def used_s() -> tuple[float, float]:
+            return sum(cpu_s(one.pid) for one in routers), sum(cpu_s(one.pid) for one in (*engines, *clients))
 
-        await load(1000, 10, 0.0)
-        each = round((rate or SATURATING_RATE) * seconds / clients)
-        before_s, began_s = sum(cpu_s(one.pid) for one in routers), time.monotonic()
-        await load(0, each, clients / rate if rate else 0.0)
-        took_s, used_s = time.monotonic() - began_s, sum(cpu_s(one.pid) for one in routers) - before_s
+        loop = asyncio.get_running_loop()
+        began_s, before = loop.time(), used_s()
+        await asyncio.sleep(seconds)
+        took_s, after = loop.time() - began_s, used_s()
+        found = [json.loads((await one.communicate())[0]) for one in clients]
     finally:
-        for process in (*routers, *processes):
+        for process in (*routers, *engines):
             process.terminate()
             await process.wait()
-    return used_s / (each * clients) * 1e6, each * clients / took_s
+    failed = sum(one["err"] + one["non2xx"] for one in found)
+    if failed:
+        raise SystemExit(f"{case.name}, {scenario.title}: {failed} requests failed")
+    per_s = sum(one["evps" if scenario.streams else "rps"] for one in found)
+    router_cores, other_cores = ((now - then) / took_s for now, then in zip(after, before, strict=True))
+    return Measured(1e6 * router_cores / per_s, per_s, router_cores, other_cores)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--harness", type=Path, metavar="DIR", help="directory of the harness")
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument(
-        "--rates", type=float, nargs="+", default=[2000, 4000, 0], help="requests per second; 0: all it takes"
-    )
-    parser.add_argument("--seconds", type=float, default=5.0, help="length of a run at a given rate (5)")
-    parser.add_argument("--clients", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=3, help="the median of this many rounds counts (3)")
-    parser.add_argument("--node", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--scenario", action="append", choices=SCENARIOS, help="repeatable (all)")
+    parser.add_argument("--seconds", type=float, default=3.0, help="measured time of a run (3)")
+    parser.add_argument("--rounds", type=int, default=3)
     add_record_option(parser)
     args = parser.parse_args()
-    if args.node:
-        uvloop.run(run_node(args.node))
+    home = Path(os.environ.get("PEERBENCH_HOME", Path.home() / "peerbench"))
+    if args.harness is None or not (args.harness / "setup").exists():
+        parser.error("--harness DIR is required. DIR must contain setup, which builds the programs")
+    if not (home / "lg").exists():
+        parser.error(f"{home} has no load generator (lg): run {args.harness}/setup first, or set PEERBENCH_HOME")
     cases = (
         Case("one process", 1, 1),
         Case(f"{args.workers} workers", 1, args.workers),
         Case(f"{args.workers} processes that share nothing", args.workers, 1),
     )
-    runs: dict[tuple[float, Case], list[tuple[float, float]]] = {}
-    base_port = 18_400
-    for _ in range(args.rounds):
-        for rate in args.rates:
-            for case in cases:
-                run = asyncio.run(measure(case, rate, args.clients, args.seconds, base_port))
-                runs.setdefault((rate, case), []).append(run)
-                base_port += 4 + 2 * args.workers
     report = Report()
-    report.table("workers", "offered", "router", "CPU µs per request", "of one process", "requests/s")
-    for rate in args.rates:
-        one_us = median(run[0] for run in runs[rate, cases[0]])
-        for case in cases:
-            cpu_us, per_s = (median(run[at] for run in runs[rate, case]) for at in (0, 1))
-            offered = f"{rate:.0f}/s" if rate else "all it takes"
-            report.row(offered, case.name, f"{cpu_us:.0f}", f"{cpu_us / one_us:.2f}", f"{per_s:.0f}")
+    report.table(
+        "workers", "load", "router", "CPU µs", "of one process", "per second", "of one process",
+        "cores: router, clients and engines",
+    )  # fmt: skip
+    for name in args.scenario or SCENARIOS:
+        scenario = SCENARIOS[name]
+        rounds = [
+            [asyncio.run(measure(home, case, scenario, args.seconds)) for case in cases] for _ in range(args.rounds)
+        ]
+        for at, case in enumerate(cases):
+            runs = [one[at] for one in rounds]
+            cpu_us, per_s, router_cores, other_cores = (median(run[field] for run in runs) for field in range(4))
+            cpu_ratio, rate_ratio = (median(one[at][field] / one[0][field] for one in rounds) for field in (0, 1))
+            report.row(
+                scenario.title, case.name, f"{cpu_us:.3g}", f"{cpu_ratio:.2f}", f"{per_s:,.0f}", f"{rate_ratio:.2f}",
+                f"{router_cores:.2f}, {other_cores:.2f}",
+            )  # fmt: skip
+            if case.workers > 1:
+                report.value(f"cpu_ratio_{name}", f"{cpu_ratio:.2f}")
+                report.value(f"rate_ratio_{name}", f"{rate_ratio:.2f}")
     report.value("load_average", load_average())
+    report.value("build", build())
     report.record(args.record)
 
 

@@ -315,7 +315,7 @@ async def _all_features(engines: list[EngineProcess], journal: Path, charges: li
     config = all_features(engines, journal)
     async with router(config=config, wait=3) as running:
         service = running.service
-        service.admission.first_node_wait_s = 2.0  # as with scaling
+        service.admission.without_node.first_node_wait_s = 2.0  # as with scaling
         load = HeaderLoad(running)
         clients = [asyncio.create_task(load.client(number)) for number in range(CLIENTS)]
         first, second, third = engines

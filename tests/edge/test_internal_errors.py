@@ -167,7 +167,7 @@ async def test_a_fault_while_a_timeout_is_handled_is_a_500(
 
 async def test_a_fault_when_a_queued_request_is_rejected_is_a_500(monkeypatch: pytest.MonkeyPatch) -> None:
     async with engines() as [engine], router(engine) as r:
-        r.service.admission.first_node_wait_s = 0.2
+        r.service.admission.without_node.first_node_wait_s = 0.2
         r.service.fleet.drain("node0")
         monkeypatch.setattr(Proxy, "to_http_error", broken)
         assert (await r.request()).error["code"] == "internal_error"

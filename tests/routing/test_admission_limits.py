@@ -109,7 +109,7 @@ def test_low_priority_tenants_share_their_half_of_the_queue() -> None:
 
 def test_tenants_share_the_places_for_requests_that_wait_for_a_first_node() -> None:
     harness = RoutingHarness(0, admission=AdmissionConfig(max_waiting=4))
-    harness.admission.first_node_wait_s = 60.0
+    harness.admission.without_node.first_node_wait_s = 60.0
     many = [harness.submit(tenant="many") for _ in range(4)]
     few = harness.submit(tenant="few")
     assert few.queued and [request.queued for request in many] == [True, True, True, False]

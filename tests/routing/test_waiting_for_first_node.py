@@ -11,14 +11,14 @@ from warmroute.config import Admission as AdmissionConfig
 from warmroute.config import NodeConfig
 from warmroute.config.priority import HIGH, LOW
 from warmroute.fleet.demand import DemandMeter
-from warmroute.routing.admission import FIRST_CHECK_WAIT_S
 from warmroute.routing.decision import Decision
 from warmroute.routing.routing_errors import DeadlineUnreachable, Displaced, NoNodeAvailable, QueueFull, QueueTimeout
+from warmroute.routing.without_node import FIRST_CHECK_WAIT_S
 
 
 def empty_fleet(**admission: Any) -> RoutingHarness:
     harness = RoutingHarness(0, admission=AdmissionConfig(**admission))
-    harness.admission.first_node_wait_s = 60.0
+    harness.admission.without_node.first_node_wait_s = 60.0
     return harness
 
 
@@ -41,7 +41,7 @@ def test_the_first_request_is_admitted_when_a_node_joins_and_the_others_after_it
 
 def test_without_autoscaling_no_request_waits_for_a_node() -> None:
     harness = empty_fleet()
-    harness.admission.first_node_wait_s = 0.0
+    harness.admission.without_node.first_node_wait_s = 0.0
     with pytest.raises(NoNodeAvailable):
         harness.submit()
 
@@ -49,7 +49,7 @@ def test_without_autoscaling_no_request_waits_for_a_node() -> None:
 def test_a_request_waits_for_the_first_check_of_a_new_node_but_not_for_one_that_fails_it() -> None:
     for passes in (True, False, None):
         harness = empty_fleet()
-        harness.admission.first_node_wait_s = 0.0
+        harness.admission.without_node.first_node_wait_s = 0.0
         node = harness.fleet.add(NodeConfig(url="http://127.0.0.1:1", name="new"))
         first, other = harness.submit(), harness.submit()
         harness.tick()
@@ -91,7 +91,7 @@ def test_a_request_that_has_queued_for_long_waits_when_all_nodes_are_replaced() 
 def test_a_draining_node_or_one_whose_check_timed_out_is_not_waited_for() -> None:
     for drains in (True, False):
         harness = empty_fleet()
-        harness.admission.first_node_wait_s = 0.0
+        harness.admission.without_node.first_node_wait_s = 0.0
         node = harness.fleet.add(NodeConfig(url="http://127.0.0.1:1", name="new"))
         if drains:
             harness.fleet.drain("new")
@@ -120,7 +120,7 @@ def test_a_request_waits_if_the_last_node_leaves_while_another_one_goes_first() 
     """It decides twice: its node has room, but one that waits goes there before it."""
     for may_queue in (True, False):
         harness, _ = one_busy_node()
-        harness.admission.first_node_wait_s = 60.0
+        harness.admission.without_node.first_node_wait_s = 60.0
         demand = harness.router.demand_meter = DemandMeter()
         NodeTaker(harness, prompt(8000)).submit()
         harness.advance(0.25)
@@ -147,7 +147,7 @@ def test_a_cancelled_request_is_removed() -> None:
 def test_a_request_is_rejected_after_first_node_wait_s() -> None:
     harness = empty_fleet()
     request = harness.submit()
-    harness.advance(harness.admission.first_node_wait_s + 1.0)
+    harness.advance(harness.admission.without_node.first_node_wait_s + 1.0)
     harness.tick()
     assert isinstance(request.error, QueueTimeout) and harness.admission.queue.waiting == 0
 
@@ -175,7 +175,7 @@ def test_a_low_priority_request_is_displaced() -> None:
 
 def test_queued_requests_continue_to_wait_when_the_last_node_leaves() -> None:
     harness = RoutingHarness(1)
-    harness.admission.first_node_wait_s = 60.0
+    harness.admission.without_node.first_node_wait_s = 60.0
     ticket = harness.busy(harness.nodes[0], 16_000)
     request = harness.submit()
     group = harness.group

@@ -29,13 +29,13 @@ def scaled(folder: Path, provisioner: dict[str, Any] | None = None, **scaling: A
 async def test_no_request_waits_for_the_first_node_in_a_dry_run(tmp_path: Path) -> None:
     now = scaled(tmp_path)
     service = Service(lambda: now)
-    assert service.admission.first_node_wait_s == WAIT_S
+    assert service.admission.without_node.first_node_wait_s == WAIT_S
     now = scaled(tmp_path, dry_run=True)
     service.reload()
-    assert service.admission.first_node_wait_s == 0.0
+    assert service.admission.without_node.first_node_wait_s == 0.0
     now = scaled(tmp_path, first_node_wait_s=5.0)
     service.reload()
-    assert service.admission.first_node_wait_s == 5.0
+    assert service.admission.without_node.first_node_wait_s == 5.0
 
 
 async def test_requests_do_not_wait_at_a_process_that_is_not_the_leader(tmp_path: Path) -> None:
@@ -44,10 +44,10 @@ async def test_requests_do_not_wait_at_a_process_that_is_not_the_leader(tmp_path
     service = Service(lambda: scaled(tmp_path, lock_file=str(tmp_path / "lock")))
     assert service.scaling is not None
     service.scaling.loop.turn()
-    assert service.admission.first_node_wait_s == 0.0
+    assert service.admission.without_node.first_node_wait_s == 0.0
     other.release()
     service.scaling.loop.turn()
-    assert service.admission.first_node_wait_s == WAIT_S
+    assert service.admission.without_node.first_node_wait_s == WAIT_S
     await asyncio.sleep(0)
     await service.scaling.close()
 
@@ -87,7 +87,7 @@ async def test_without_provisioners_requests_wait_at_every_process(tmp_path: Pat
     service = Service(lambda: scaled(tmp_path, {}, lock_file=str(tmp_path / "lock")))
     assert service.scaling is not None
     service.scaling.loop.turn()
-    assert service.admission.first_node_wait_s == WAIT_S
+    assert service.admission.without_node.first_node_wait_s == WAIT_S
     other.release()
 
 

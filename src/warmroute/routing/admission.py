@@ -47,6 +47,7 @@ from warmroute.routing.routing_errors import (
 )
 from warmroute.routing.turns import Turns
 from warmroute.routing.waiting_guarantee import GRACE_S
+from warmroute.routing.without_node import WithoutNode
 
 EXAMINED_PER_TENANT: Final = 8
 """Queued requests of each tenant that admission examines when a node has room: this number of those that wait for
@@ -59,12 +60,8 @@ FULL_CHECK_TICKS: Final = 20
 """Number of ticks in which admission checks each queued request once, even if no event calls for it."""
 HITS_VALID_S: Final = 0.25
 """Time for which the looked-up hits of a queued request are used again."""
-
 DECISION_VALID_S: Final = 0.003
 """A queued request that would not go first keeps its decision for this long."""
-
-FIRST_CHECK_WAIT_S: Final = 5.0
-"""How long a request waits for the first health check of a new node while no other node can serve it."""
 
 
 class Admission:
@@ -79,14 +76,13 @@ class Admission:
         self.queue = AdmissionQueue(order)
         self._limits = QueueLimits(self.queue)
         self._overdue_turns = OverdueTurns(self.queue, router, self._is_current, self._over_threshold)
+        self.without_node = WithoutNode(self.queue, router, self._find_place, self._config_of)
         self._filling: dict[Node, None] = {}
         """Nodes with room that queued requests are being sent to."""
         self._version = 0
         """Incremented when something may have changed. A decision of the same version need not be made again."""
         self.turns: Turns | None = None
         """Whose turn it is among several processes; None if this is the only one."""
-        self.first_node_wait_s = 0.0
-        """How long a request waits for a first node, if the fleet is autoscaled; 0: it is rejected at once."""
         self.reconfigure(config, routes)
 
     def reconfigure(self, config: AdmissionConfig, routes: Sequence[RouteConfig] = ()) -> None:
@@ -124,7 +120,7 @@ class Admission:
         except NoNodeAvailable:
             if demand_meter is not None and decision is None:
                 demand_meter.arrived += 1
-            if not self._wait_without_node_s(request) or not request.may_queue:
+            if not self.without_node.wait_s(request) or not request.may_queue:
                 raise
             displaced = self._check_queue_limit(request, now_s)
             queue.add_without_node(pending, now_s)
@@ -365,7 +361,7 @@ class Admission:
             else:
                 decision = self._router.decide(pending.request, now_s, pending.lookup)
         except RoutingError as error:
-            if isinstance(error, NoNodeAvailable) and self._wait_without_node_s(pending.request):
+            if isinstance(error, NoNodeAvailable) and self.without_node.wait_s(pending.request):
                 self.queue.last_node_left(key, pending, now_s)
             else:
                 self.queue.remove(key, pending)
@@ -377,10 +373,6 @@ class Admission:
         self.queue.update_decision(key, queued, decision)
         return True
 
-    def _wait_without_node_s(self, request: RoutingRequest) -> float:
-        """How long a request waits while no node can serve it. 0: it is rejected at once."""
-        return self.first_node_wait_s or (FIRST_CHECK_WAIT_S if self._router.awaits_first_check(request.model) else 0.0)
-
     # Periodic work.
 
     def tick(self, nodes: Iterable[Node], now_s: float) -> None:
@@ -391,7 +383,7 @@ class Admission:
             if node.unstreamed_prefills:
                 node.assume_prefilled(now_s)
         if self.queue.waiting_for_first_node:
-            self._check_first_nodes(now_s)
+            self.without_node.check(now_s, TICK_S)
         if self._router.island_choice.tracks_queues:
             self._router.island_choice.update_queues(queued.decision for _, queued in self.queue.all_queued())
         if not self.queue.tenants:
@@ -400,35 +392,11 @@ class Admission:
         self._check_queued(now_s)
         self._fill_all(nodes, now_s)
 
-    def _check_first_nodes(self, now_s: float) -> None:
-        """Continue with the requests whose first node has joined, and reject those that waited too long for it."""
-        queue = self.queue
-        waits_s: dict[str, float] = {}  # by model
-        for key, pending in list(queue.waiting_for_first_node.items()):
-            if key not in queue.waiting_for_first_node:
-                continue
-            request = pending.request
-            try:
-                decision = self._eligible(request, self._router.decide(request, now_s, pending.lookup), now_s)
-            except NoNodeAvailable as error:
-                if request.model not in waits_s:
-                    waits_s[request.model] = self._wait_without_node_s(request)
-                wait_s = waits_s[request.model]
-                since_s = request.arrived_s if self.first_node_wait_s else queue.without_node_since_s[key]
-                until_s = min(since_s + wait_s, request.arrived_s + (self._config_of(request).max_wait_s or inf))
-                due_s = min(request.deadline_s or inf, request.total_deadline_s or inf) - TICK_S
-                if not wait_s or now_s > until_s or now_s > due_s:
-                    queue.remove_without_node(pending)
-                    pending.on_rejected(QueueTimeout() if wait_s else error)
-            except RoutingError as error:
-                queue.remove_without_node(pending)
-                pending.on_rejected(error)
-            else:
-                if self._fits(request, decision, now_s) and self._is_ours(request, decision, now_s):
-                    queue.remove_without_node(pending)
-                    pending.on_admitted(decision)
-                else:
-                    queue.first_node_joined(pending, decision)
+    def _find_place(self, pending: PendingRequest, now_s: float) -> tuple[Decision, bool]:
+        """Decide for a request that had no node. Return whether it goes at once. Raises RoutingError."""
+        request = pending.request
+        decision = self._eligible(request, self._router.decide(request, now_s, pending.lookup), now_s)
+        return decision, self._fits(request, decision, now_s) and self._is_ours(request, decision, now_s)
 
     def _check_queued(self, now_s: float) -> None:
         queue = self.queue

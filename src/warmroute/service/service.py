@@ -213,7 +213,7 @@ class Service:
         self.drain_node, self.set_role = self.shared_nodes.drain_node, self.shared_nodes.set_role
         self.reload, self.needs_restart = self.config_reload.reload, self.config_reload.needs_restart
         self.readiness = self.proxy.own_endpoints.readiness
-        self.proxy.own_endpoints.waits_for_first_node = lambda: self.admission.first_node_wait_s > 0
+        self.proxy.own_endpoints.waits_for_first_node = lambda: self.admission.without_node.first_node_wait_s > 0
         self.describe_discovery = self.discovery.describe
         self.picker = create_picker(self) if create_picker is not None else None
         self.clients: Clients = self.picker or self.listener
@@ -230,7 +230,7 @@ class Service:
     def _create_scaling(self, config: Config, node_client: NodeClient) -> ScalingService:
         scaling = ScalingService(
             config, self.fleet, self.cache_view, self.shared_nodes, node_client.post,
-            lambda: self.admission.queue.waiting, partial(setattr, self.admission, "first_node_wait_s"),
+            lambda: self.admission.queue.waiting, partial(setattr, self.admission.without_node, "first_node_wait_s"),
             create_lease(config, self.worker),
         )  # fmt: skip
         self.router.demand_meter, self.router.hot = scaling.demand_meter, scaling.hot

@@ -89,7 +89,7 @@ class SimulatedScaling:
         demand_meter = DemandMeter()
         hot = HotPrefixes() if world.router.policy.wants_tokens and setup.moves_prefixes else None
         world.router.demand_meter, world.router.hot = demand_meter, hot
-        world.admission.first_node_wait_s = config.first_node_wait_s
+        world.admission.without_node.first_node_wait_s = config.first_node_wait_s
         planning = None
         if setup.planning is not None and config.replay.enabled and world.is_own_policy:
             replay = config.replay
