@@ -27,7 +27,7 @@ class WithoutNode:
         find_place: Callable[[PendingRequest, float], tuple[Decision, bool]],
         config_of: Callable[[RoutingRequest], Admission],
     ) -> None:
-        """`find_place` decides for a request, and returns whether it goes at once. `config_of`: a request's settings."""
+        """`find_place` decides for a request, and returns whether it goes at once. `config_of`: its settings."""
         self._queue = queue
         self._router = router
         self._find_place = find_place
