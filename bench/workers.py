@@ -1,6 +1,6 @@
 """CPU time and throughput of `serve --workers N`, all its processes together, compared with one process:
 
-    python bench/workers.py --harness DIR [--workers 2] [--rounds 3] [--seconds 3] [--scenario NAME …] [--record NAME]
+    python bench/workers.py --harness DIR [--workers 2] [--rounds 3] [--seconds 3] [--share 0.3] [--record NAME]
 
 DIR is the harness of bench/peers.py. Its `setup` builds a C load generator and a C mock engine into PEERBENCH_HOME
 (~/peerbench). They share the machine's cores with the router, so they have to be cheap, and there are as many of them
@@ -10,6 +10,9 @@ Closed loop: so many connections that the router is never idle. Then requests pe
 adds, until the cores are used up. The last scenario has a fixed rate that one process serves easily. A process that is
 half as busy handles fewer requests each time it wakes, so N processes take more time for them than one, whether they
 share anything or not: the third case has that part alone.
+
+With --share, each serving process may take only this share of a core (a control group; needs root), and clients and
+engines have what they need: as if every process had a core of its own. Without it, all share the machine's cores.
 
 Ratios are taken within a round, one case after the other; the median over the rounds counts.
 """
@@ -39,6 +42,8 @@ CHUNK_US = 10_000
 """Time between two chunks of a stream."""
 GENERATORS = 2
 WARM_UP_S = 1.0
+PERIOD_US = 10_000
+"""In which a process may take its share of a core."""
 
 
 class Scenario(NamedTuple):
@@ -106,6 +111,40 @@ async def until_ready(url: str) -> None:
     raise SystemExit(f"{url} did not answer")
 
 
+class CpuShares:
+    """Limits the CPU time of processes, each in a control group of its own."""
+
+    def __init__(self, share: float) -> None:
+        self._share = share
+        version_1 = Path("/sys/fs/cgroup/cpu")
+        self._is_version_1 = version_1.is_dir()
+        self._root = version_1 if self._is_version_1 else Path("/sys/fs/cgroup")
+        self._groups: list[Path] = []
+
+    def limit(self, pid: int) -> None:
+        group = self._root / f"warmroute-bench-{pid}"
+        group.mkdir()
+        self._groups.append(group)
+        quota_us = round(self._share * PERIOD_US)
+        if self._is_version_1:
+            (group / "cpu.cfs_period_us").write_text(str(PERIOD_US))
+            (group / "cpu.cfs_quota_us").write_text(str(quota_us))
+        else:
+            (group / "cpu.max").write_text(f"{quota_us} {PERIOD_US}")
+        (group / "cgroup.procs").write_text(str(pid))
+
+    def close(self) -> None:
+        """Remove the groups, whose processes have ended."""
+        for group in self._groups:
+            group.rmdir()
+
+
+def serving_pids(router: asyncio.subprocess.Process, workers: int) -> list[int]:
+    if workers == 1:
+        return [router.pid]
+    return [int(child) for child in Path(f"/proc/{router.pid}/task/{router.pid}/children").read_text().split()]
+
+
 def generator(home: Path, scenario: Scenario, port: int, seconds: float) -> list[str]:
     """Return the command of one of the load generators."""
     command = [
@@ -115,7 +154,8 @@ def generator(home: Path, scenario: Scenario, port: int, seconds: float) -> list
     return [*command, "-r", str(scenario.rate // GENERATORS)] if scenario.rate else command
 
 
-async def measure(home: Path, case: Case, scenario: Scenario, seconds: float) -> Measured:
+async def measure(home: Path, case: Case, scenario: Scenario, seconds: float, share: float) -> Measured:
+    shares = CpuShares(share)
     ports = [FIRST_PORT + 2 * at for at in range(case.routers)]
     engines = [await start(str(home / "mock"), str(port)) for port in ENGINE_PORTS]
     routers: list[asyncio.subprocess.Process] = []
@@ -127,6 +167,9 @@ async def measure(home: Path, case: Case, scenario: Scenario, seconds: float) ->
         for port in ports:
             await until_ready(f"http://{HOST}:{port}/ready")
         await asyncio.sleep(2.0)
+        for router in routers if share else ():
+            for pid in serving_pids(router, case.workers):
+                shares.limit(pid)
         clients = [
             await start(*generator(home, scenario, ports[at % len(ports)], seconds + 1.0)) for at in range(GENERATORS)
         ]
@@ -144,6 +187,7 @@ async def measure(home: Path, case: Case, scenario: Scenario, seconds: float) ->
         for process in (*routers, *engines):
             process.terminate()
             await process.wait()
+        shares.close()
     failed = sum(one["err"] + one["non2xx"] for one in found)
     if failed:
         raise SystemExit(f"{case.name}, {scenario.title}: {failed} requests failed")
@@ -159,6 +203,7 @@ def main() -> None:
     parser.add_argument("--scenario", action="append", choices=SCENARIOS, help="repeatable (all)")
     parser.add_argument("--seconds", type=float, default=3.0, help="measured time of a run (3)")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--share", type=float, default=0.0, help="of a core, for each serving process (no limit)")
     add_record_option(parser)
     args = parser.parse_args()
     home = Path(os.environ.get("PEERBENCH_HOME", Path.home() / "peerbench"))
@@ -179,7 +224,8 @@ def main() -> None:
     for name in args.scenario or SCENARIOS:
         scenario = SCENARIOS[name]
         rounds = [
-            [asyncio.run(measure(home, case, scenario, args.seconds)) for case in cases] for _ in range(args.rounds)
+            [asyncio.run(measure(home, case, scenario, args.seconds, args.share)) for case in cases]
+            for _ in range(args.rounds)
         ]
         for at, case in enumerate(cases):
             runs = [one[at] for one in rounds]
