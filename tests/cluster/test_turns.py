@@ -270,6 +270,40 @@ def test_a_process_does_not_leave_room_to_a_peer_if_the_node_has_room_for_both()
     assert LIMIT_MS / each_ms / 2 < len(sent) <= 1.05 * LIMIT_MS / each_ms + 2
 
 
+def test_room_for_both_is_left_to_a_peer_with_a_higher_priority() -> None:
+    """Its first request is one of many: each of them goes before those with a lower priority."""
+    a, b = Process("a", nodes=1), Process("b", nodes=1)
+    blocking = Pending(a, 0, 8000)
+    a.admission.submit(blocking, a.now_s)
+    exchange(a, b)
+    low = [Pending(a, 1 + number, 100) for number in range(40)]
+    high = [Pending(b, 100 + number, 100, HIGH) for number in range(40)]
+    for one in (*low, *high):
+        one.process.admission.submit(one, one.process.now_s)
+    exchange(a, b)
+    blocking.ticket.first_token(a.now_s)
+    for process in (a, b):
+        exchange(a, b)
+        process.admission.node_freed(process.node(), process.now_s)
+    assert not any(one.sent_s is not None for one in low)
+    assert sum(one.sent_s is not None for one in high) > 20
+
+
+def test_short_requests_that_fit_do_not_delay_the_turn_of_a_long_one() -> None:
+    fleet = Fleet(Health())
+    peer = Peer("b", fleet, CacheView(Index()), None)
+    turns = ClusterTurns({"b": peer}, lambda: None)
+    node = fleet.add(NodeConfig(url="http://n:1", models=("m",)))
+    Ticket(node, 0.0)
+    peer.heads = {node.name: (NORMAL, 0.5, 0.5)}
+    went_s = next(
+        at / 100
+        for at in range(100)
+        if turns.is_ours(node, (NORMAL, 1.0, 1.0), LIMIT_MS, at / 100) and turns.is_ours(node, LONG, LIMIT_MS, at / 100)
+    )
+    assert went_s < 0.1
+
+
 def test_a_process_yields_again_when_a_node_has_room_again() -> None:
     fleet = Fleet(Health())
     peer = Peer("b", fleet, CacheView(Index()), None)

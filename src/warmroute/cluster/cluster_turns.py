@@ -1,18 +1,19 @@
 """The order of requests that wait in the queues of several processes for the same node (see routing/turns.py).
 
 Each process publishes, by node, its first request; and, by model, its first request that would go to any node with
-room. A process leaves a node's room to a peer whose first request comes before its own, if the node has no room for
-both. The peer's request may go elsewhere, so each process waits for its turn: TURN_S for each peer that comes before
-it. If all waited for the same time, all would send at once. A process does not leave an idle node to a peer, nor the
-turn of an overdue request: each process keeps the guarantee of its own requests. The order between tenants is kept
-within each process only.
+room. A process leaves a node's room to the peers whose first request comes before its own. If they have the same
+priority, it does so only if the node has no room for its own request and theirs. A peer's request may go elsewhere, so
+each process waits for its turn: TURN_S for each peer that comes before it. If all waited for the same time, all would
+send at once. A process does not leave an idle node to a peer, nor the turn of an overdue request: each process keeps
+the guarantee of its own requests. The order between tenants is kept within each process only.
 
 All processes know when the node's first prompt reached it, whichever process sent that (_kernel/peer_load.c). So they
 see room before the prompt's first token at about the same time, and agree on the next request while the node is busy.
 
 Two processes can still send to a node at the same time: each knows only what the other published. `work_left` assumes
-that each peer has sent the node as much since its last message as this process has. So all processes together exceed
-the limit of a node by at most one prompt each.
+that each peer has sent the node as much since this process's last message as this process has. So between two messages
+all processes together exceed the limit of a node by at most one prompt each. If messages are lost, each process keeps
+the limit with what it knows, so N processes send at most N times as much.
 """
 
 from __future__ import annotations
@@ -22,12 +23,14 @@ from typing import Final
 
 from warmroute.cluster.peer import Peer
 from warmroute.fleet.node import Node
-from warmroute.routing.admission_queue import Head
+from warmroute.routing.turns import Head
 
 TURN_S: Final = 0.05
 """How long a process leaves a node's room to one peer: until it would know that the peer has taken it."""
 MAX_YIELD_S: Final = 0.4
 """How long it leaves the room to all of them."""
+OLD_YIELD_S: Final = 1.0
+"""A yield that began before this time belongs to another room: since then no peer had a waiting request."""
 FORGET_AFTER_S: Final = 10.0
 """After this time a node at which this process yields no more is forgotten: it may have left."""
 
@@ -42,26 +45,29 @@ class ClusterTurns:
 
     @property
     def is_contended(self) -> bool:
-        for peer in self._peers.values():
+        for peer in self._peers.values():  # noqa: SIM110 - on the way of each request
             if peer.heads or peer.firsts:
                 return True
-        self._yields_since_s.clear()
         return False
 
     def is_ours(self, node: Node, own: Head, limit_ms: float, now_s: float) -> bool:
         if not node.inflight:  # the peer's request is not waiting for this node, or goes there at once, too
             return True
-        name, ahead, work_ms = node.name, 0, own[2]
+        name, ahead, work_ms, same_priority = node.name, 0, own[2], True
         for peer in self._peers.values():
             first = _first_before(peer, node, own)
             if first is not None:
                 ahead += 1
                 work_ms += first[2]
-        if not ahead or self.work_left(node, now_s) * node.speed.ms_per_token + work_ms <= limit_ms:
+                same_priority = same_priority and first[0] == own[0]
+        if not ahead:
             self._yields_since_s.pop(name, None)
             return True
+        # The peer may have many urgent requests behind its first one.
+        if same_priority and self.work_left(node, now_s) * node.speed.ms_per_token + work_ms <= limit_ms:
+            return True
         since_s = self._yields_since_s.get(name)
-        if since_s is None:
+        if since_s is None or now_s - since_s > OLD_YIELD_S:
             since_s = self._yields_since_s[name] = now_s
             self._forget_old_yields(now_s)
         if now_s - since_s <= min(MAX_YIELD_S, TURN_S * ahead):

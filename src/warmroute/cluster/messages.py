@@ -53,8 +53,8 @@ Chain = Annotated[bytes, Meta(max_length=MAX_ROUTED_BYTES)]
 RoutedPrompt = tuple[Name, Chain, bool, Name]
 """A prompt that a process sent to a node, which will hold these blocks: the node, its blocks, whether the node's KV
 events will contain them, and the cache group."""
-Head = tuple[Count, float, Number]
-"""A waiting request: its priority, its effective work, and its prefill time, both in ms."""
+WireHead = tuple[Count, float, Number]
+"""A waiting request (routing/turns.py), within its bounds."""
 Home = tuple[int, Name, Name]
 """The islands of a conversation: a hash of it with 64 bits (MessagePack has no longer integers), its home, and where
 its last request went."""
@@ -108,9 +108,9 @@ class Update(msgspec.Struct, frozen=True, array_like=True):
                       its oldest prompt there without a first token, and when that reached the node"""
     waiting: Annotated[dict[Name, Count], Meta(max_length=MAX_MODELS)] = {}
     """Requests in its admission queue, by model."""
-    heads: Annotated[dict[Name, Head], Meta(max_length=MAX_NODES)] = {}
+    heads: Annotated[dict[Name, WireHead], Meta(max_length=MAX_NODES)] = {}
     """The first request that waits for a node, by node."""
-    firsts: Annotated[dict[Name, Head], Meta(max_length=MAX_MODELS)] = {}
+    firsts: Annotated[dict[Name, WireHead], Meta(max_length=MAX_MODELS)] = {}
     """The first waiting request that would go to any node with room, by model."""
     taken: Annotated[dict[Name, tuple[Total, Total, Total, Total]], Meta(max_length=MAX_TENANTS)] = {}
     """Of the tenants for which it changed: totals of the requests and tokens that its requests took from the limits,

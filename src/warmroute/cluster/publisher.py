@@ -15,7 +15,6 @@ from warmroute.cluster.messages import (
     MAX_ROUTED_BYTES,
     MAX_TENANTS,
     VERSION,
-    Head,
     Home,
     RoutedPrompt,
     Update,
@@ -28,6 +27,7 @@ from warmroute.index.cache_view import CacheView
 from warmroute.routing.admission_queue import AdmissionQueue
 from warmroute.routing.conversation_affinity import ConversationAffinity
 from warmroute.routing.rate_limits import RateLimits
+from warmroute.routing.turns import Head
 
 _UNTAKEN: Final = (0.0, 0.0, 0.0, 0.0)
 

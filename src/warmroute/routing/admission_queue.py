@@ -20,6 +20,7 @@ from warmroute.prompt.routing_request import RoutingRequest
 from warmroute.routing.decision import Decision
 from warmroute.routing.queued_request import PendingRequest, QueuedRequest, QueueOrder
 from warmroute.routing.queued_requests import RequestsByWork
+from warmroute.routing.turns import Head
 from warmroute.routing.waiting_guarantee import SHARE, WaitingGuarantee
 
 LONG_WAIT_S: Final = 10.0
@@ -33,8 +34,6 @@ WORK_SAMPLE: Final = 64
 
 Key = tuple[int, str]
 """Priority and tenant."""
-Head = tuple[int, float, float]
-"""Priority, effective work and prefill time of a request that waits."""
 
 
 def _key(pending: PendingRequest) -> Key:

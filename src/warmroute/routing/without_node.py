@@ -7,7 +7,7 @@ from collections.abc import Callable
 from math import inf
 from typing import Final
 
-from warmroute.config import Admission
+from warmroute.config import Admission as AdmissionConfig
 from warmroute.prompt.routing_request import RoutingRequest
 from warmroute.routing.admission_queue import AdmissionQueue
 from warmroute.routing.decision import Decision
@@ -25,7 +25,7 @@ class WithoutNode:
         queue: AdmissionQueue,
         router: Router,
         find_place: Callable[[PendingRequest, float], tuple[Decision, bool]],
-        config_of: Callable[[RoutingRequest], Admission],
+        config_of: Callable[[RoutingRequest], AdmissionConfig],
     ) -> None:
         """`find_place` decides for a request, and returns whether it goes at once. `config_of`: its settings."""
         self._queue = queue
