@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from routing_harness import RoutingHarness, prompt
 
+from warmroute.fleet.decode_speed import DecodeSpeed
 from warmroute.routing.dispatch import Dispatch
-from warmroute.routing.output_length import DEFAULT_TOKENS, OutputLengthEstimate
+from warmroute.routing.output_length import DEFAULT_TOKENS, MAX_RAISED_TOKENS, OutputLengthEstimate
 
 
 def test_the_estimate_is_the_average_of_model_and_tenant() -> None:
@@ -36,6 +37,49 @@ def test_the_estimate_follows_a_change_and_ignores_an_outlier() -> None:
     for _ in range(60):
         lengths.record("m", "", 500)
     assert lengths.expected("m", "") == pytest.approx(500, rel=0.1)
+
+
+def test_streams_that_are_under_way_raise_the_estimate_until_responses_have_ended() -> None:
+    """Responses of 1,000 tokens, of which none has ended yet, and then short ones that end first."""
+    lengths, speed = OutputLengthEstimate(), DecodeSpeed()
+    for number in range(100):
+        assert lengths.stream_began("m", speed, 0.1 * number)
+    so_far = 1000.0 * 9.9 / 2 / speed.mean_ms
+    assert lengths.expected("m", "") == pytest.approx(2 * so_far)
+    assert lengths.expected("m", "", 100) == 100
+    for _ in range(10):
+        lengths.record("m", "", 20)
+    assert lengths.expected("m", "") == pytest.approx((20 + 2 * so_far) / 2)
+    for _ in range(10):
+        lengths.record("m", "", 20)
+    assert lengths.expected("m", "") == pytest.approx(20)
+    assert not lengths.stream_began("m", speed, 10.0)
+    for number in range(100):
+        lengths.stream_ended("m", 0.1 * number, 10.0)
+    assert not lengths._under_way
+
+
+def test_a_stream_that_hangs_raises_the_estimate_within_bounds() -> None:
+    lengths, speed = OutputLengthEstimate(), DecodeSpeed()
+    lengths.stream_began("m", speed, 1.0)
+    lengths.stream_began("m", speed, 100_000.0)
+    assert lengths.expected("m", "") == MAX_RAISED_TOKENS
+    lengths.stream_ended("m", 1.0, 100_001.0)
+    assert lengths.expected("m", "") == DEFAULT_TOKENS
+
+
+def test_a_ticket_counts_its_stream_once_and_until_it_is_closed() -> None:
+    harness = RoutingHarness(1)
+    lengths = harness.router.output_lengths
+    tickets = [harness.busy(harness.nodes[0], 1000) for _ in range(2)]
+    for ticket in tickets:
+        ticket.first_token(harness.now_s)
+        ticket.first_token(harness.now_s)
+    assert sum(one.count for one in lengths._under_way.values()) == 2
+    for ticket in tickets:
+        harness.close(ticket)
+        harness.close(ticket)
+    assert not lengths._under_way
 
 
 def test_the_number_of_averages_is_bounded() -> None:

@@ -38,7 +38,10 @@ class OtherPrompts(NamedTuple):
 
 
 class Dispatch(Ticket):
-    __slots__ = ("_cache_view", "_others", "_output_lengths", "cached", "prediction", "request")
+    __slots__ = (
+        "_cache_view", "_decode_speed", "_others", "_output_lengths", "_streams_since_s", "cached", "prediction",
+        "request",
+    )  # fmt: skip
     always_streams = False
     """Whether the node's work counts as that of a streamed response, whatever the client gets."""
 
@@ -55,6 +58,9 @@ class Dispatch(Ticket):
         self.cached = cached
         """Prompt tokens that the node's cache should have. `new` counts them only as far as the router trusts this."""
         self._others = others
+        self._decode_speed = decode_speed
+        self._streams_since_s = 0.0
+        """Since when `output_lengths` counts the response among the streams under way; 0: it does not."""
         streams = (request.streams or self.always_streams) and others is None
         self.open(node, now_s, decode_speed, streams, tokens, new, work)
         groups = self._groups = node.groups
@@ -66,6 +72,11 @@ class Dispatch(Ticket):
         # The first token of several prompts says nothing about the prefill of the others.
         TicketState.first_token(self, now_s, served and others is None)
         prediction = self.prediction
+        if (
+            served and self.request.streams and others is None and not self._streams_since_s
+            and self._output_lengths.stream_began(self.request.model, self._decode_speed, now_s)
+        ):  # fmt: skip
+            self._streams_since_s = now_s
         if served and prediction is not None:
             self._cache_view.first_token(prediction, now_s)
             for other in others.predictions if others is not None else ():
@@ -103,6 +114,8 @@ class Dispatch(Ticket):
         if self.release(outcome, now_s):
             for group in self._groups:
                 group.inflight -= 1
+            if self._streams_since_s:
+                self._output_lengths.stream_ended(self.request.model, self._streams_since_s, now_s)
             if self.prediction is not None and (not self.first_token_s or outcome is Outcome.REJECTED):
                 self.prediction.withdraw()
                 for other in self._others.predictions if self._others is not None else ():

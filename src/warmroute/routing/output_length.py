@@ -1,29 +1,92 @@
-"""Estimates how many output tokens a response will have: a moving average by model and tenant."""
+"""Estimates how many output tokens a response will have: a moving average by model and tenant.
+
+Short responses end first, and with long ones it takes a while until any has ended. So until ENOUGH responses of a model
+have reported their length, the streams that are under way can raise the estimate: on average they are half done.
+
+    expected = average + max(0, 2 · tokens of a stream so far − average) · (ENOUGH − reported) / ENOUGH
+"""
 
 from __future__ import annotations
 
 from typing import Any, Final
 
+from warmroute.fleet.decode_speed import DecodeSpeed
+
 DEFAULT_TOKENS: Final = 256.0
 WEIGHT: Final = 0.05
+ENOUGH: Final = 20
+MAX_RAISED_TOKENS: Final = 4096.0
+"""Streams under way raise the estimate to at most this: one of them may hang."""
 MAX_AVERAGES: Final = 4096
 """Limit of averages by model, and of averages by model and tenant. Beyond it, a model's average counts."""
+
+
+class _UnderWay:
+    """The streams of one model that have had their first token."""
+
+    def __init__(self, decode_speed: DecodeSpeed) -> None:
+        self.decode_speed = decode_speed
+        self.count = 0
+        self.first_tokens_s = 0.0
+        """Sum of the times of their first tokens."""
+        self.at_s = 0.0
+        """When one of them last began or ended."""
+
+    def tokens_so_far(self) -> float:
+        """Return how many tokens a stream has on average, by the time since its first one."""
+        if not self.count:
+            return 0.0
+        mean_s = self.at_s - self.first_tokens_s / self.count
+        return 1000.0 * mean_s / self.decode_speed.mean_ms
 
 
 class OutputLengthEstimate:
     def __init__(self) -> None:
         self._by_model: dict[str, float] = {}
         self._by_tenant: dict[tuple[str, str], float] = {}
+        self._reported: dict[str, int] = {}
+        """Responses of each model that reported their length, until there are ENOUGH."""
+        self._under_way: dict[str, _UnderWay] = {}
 
     def expected(self, model: str, tenant: str, max_tokens: int | None = None) -> float:
         """Return the expected output tokens, at most the `max_tokens` that the request allows."""
         mean = (self._by_tenant.get((model, tenant)) if tenant else None) or self._by_model.get(model) or DEFAULT_TOKENS
+        reported = self._reported.get(model, 0)
+        if reported < ENOUGH and (under_way := self._under_way.get(model)) is not None:
+            twice = min(MAX_RAISED_TOKENS, 2.0 * under_way.tokens_so_far())
+            mean += max(0.0, twice - mean) * (ENOUGH - reported) / ENOUGH
         return min(mean, max_tokens) if max_tokens else mean
 
     def record(self, model: str, tenant: str, tokens: int) -> None:
         _update(self._by_model, model, tokens)
         if tenant:
             _update(self._by_tenant, (model, tenant), tokens)
+        reported = self._reported.get(model, 0)
+        if reported < ENOUGH and model in self._by_model:
+            self._reported[model] = reported + 1
+
+    def stream_began(self, model: str, decode_speed: DecodeSpeed, now_s: float) -> bool:
+        """Count a stream that had its first token, if it may matter. Return whether its end has to be reported."""
+        if self._reported.get(model, 0) >= ENOUGH:
+            return False
+        under_way = self._under_way.get(model)
+        if under_way is None:
+            if len(self._under_way) >= MAX_AVERAGES:
+                return False
+            under_way = self._under_way[model] = _UnderWay(decode_speed)
+        under_way.count += 1
+        under_way.first_tokens_s += now_s
+        under_way.at_s = now_s
+        return True
+
+    def stream_ended(self, model: str, began_s: float, now_s: float) -> None:
+        """Call it for each stream that `stream_began` counted, with the time of that call."""
+        under_way = self._under_way[model]
+        under_way.count -= 1
+        under_way.first_tokens_s -= began_s
+        under_way.at_s = now_s
+        if not under_way.count:
+            del self._under_way[model]
 
 
 def _update(means: dict[Any, float], key: object, tokens: int) -> None:
