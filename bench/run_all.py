@@ -49,6 +49,7 @@ LONG_CHATS = "multi_turn_chat systems=12 system_tokens=1500 turns=8 message_toke
 REPLAYS = {
     "policies": "policy_comparison.py --data DATA --limit 800 --seeds 3",
     "queue_orders": "queue_orders.py --data DATA",
+    "order_bounds": "order_bounds.py --data DATA",
     "reuse_estimates": "reuse_estimates.py --data DATA",
     "policies_llm_d": "policy_comparison.py --workload llm_d --policy sglang --limit 2500 --seeds 3",
     "ablation": "price_experiments.py ablation --data DATA",

@@ -1,0 +1,118 @@
+"""What the order of a queue could reach if it knew all requests in advance: mooncake_synthetic beyond the knee.
+
+    python bench/order_bounds.py --data DIR
+
+A simplified fleet: each of 8 nodes prefills one prompt after the other, and takes the first one of a common queue. A
+prompt takes what the profile's formula says, with all that came before it cached; decoding takes a further share of the
+time, as in the replay of `price`. There is no placement, so only the order differs. The orders:
+
+    first come        the order of arrival
+    least work        the shortest prompt first
+    deadlines         the longest 10 % of the prompts are due T after their arrival, the others D; the earliest due time
+                      first. This needs to know which prompts will be the longest. In one variant the longest 1 %,
+                      which no p99 counts, go last
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+from collections.abc import Callable
+from math import inf
+from pathlib import Path
+
+from external_data import add_data_option, data_files
+from policy_comparison import LOADS
+from record import Report, add_record_option
+
+from warmroute.fake_engine.profiles import profile
+from warmroute.replay.summary import percentile
+from warmroute.replay.workloads.arrivals import with_follow_ups
+from warmroute.replay.workloads.catalog import parse_workload
+
+WORKLOAD = "mooncake_synthetic"
+LIMIT = 800
+NODES = 8
+BLOCK = 16
+DECODING = 1.16
+"""Time that nodes are busy with prompts in the replay of `price`, divided by the time that the formula says."""
+DEADLINES_S = ((3.0, 27.0), (5.0, 24.0), (7.0, 20.0), (9.0, 20.0))
+"""D and T: from most prompts' sake to the longest ones'."""
+
+Arrival = tuple[float, float]
+"""When a prompt arrives, and how long it takes to prefill, in seconds."""
+Order = Callable[[float, float], float]
+"""From a prompt's prefill time and arrival to its place: the smallest goes first."""
+
+
+def arrivals(path: Path) -> list[Arrival]:
+    timing, rate, cached = profile("2xh100-32b").timing, LOADS[WORKLOAD][2], set[int]()
+    found: list[Arrival] = []
+    for at_ms, prompt in with_follow_ups(parse_workload([str(path)]).arrivals(1, rate, 1, LIMIT)):
+        if len(found) == LIMIT:
+            break
+        blocks = prompt.blocks.content(BLOCK).hashes(0, (prompt.prompt_tokens + prompt.output_tokens) // BLOCK)
+        hit = 0
+        while hit < (prompt.prompt_tokens - 1) // BLOCK and blocks[hit] in cached:
+            hit += 1
+        cached.update(blocks)
+        new = prompt.prompt_tokens - hit * BLOCK
+        work_ms = timing.b * new + timing.attention_ms(new, hit * BLOCK)
+        found.append((at_ms / 1000.0, DECODING * work_ms / 1000.0))
+    return found
+
+
+def first_token_times(requests: list[Arrival], order: Order) -> list[tuple[float, float]]:
+    """Return the prefill time of each prompt, and its time to first token."""
+    free, queue, done = [0.0] * NODES, list[tuple[float, float, float]](), list[tuple[float, float]]()
+    coming = iter(requests)
+    upcoming = next(coming, None)
+    while upcoming is not None or queue:
+        now_s = heapq.heappop(free)
+        if not queue and upcoming is not None:
+            now_s = max(now_s, upcoming[0])
+        while upcoming is not None and upcoming[0] <= now_s:
+            at_s, work_s = upcoming
+            heapq.heappush(queue, (order(work_s, at_s), at_s, work_s))
+            upcoming = next(coming, None)
+        _, at_s, work_s = heapq.heappop(queue)
+        done.append((work_s, now_s + work_s - at_s))
+        heapq.heappush(free, now_s + work_s)
+    return done
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_data_option(parser, f"traces/{WORKLOAD}.jsonl.gz")
+    add_record_option(parser)
+    args = parser.parse_args()
+    requests = arrivals(data_files(args.data, f"traces/{WORKLOAD}.jsonl.gz")[0])
+    longest = sorted((work_s for _, work_s in requests), reverse=True)
+    tenth_s = longest[LIMIT // 10 - 1]
+
+    def deadlines(short_s: float, long_s: float, last: int) -> Order:
+        """`last`: how many of the longest prompts go last."""
+        return lambda work_s, at_s: (
+            inf if last and work_s >= longest[last - 1] else at_s + (long_s if work_s >= tenth_s else short_s)
+        )
+
+    orders: dict[str, Order] = {
+        "first come": lambda _, at_s: at_s,
+        "least work": lambda work_s, _: work_s,
+        "deadlines 3 s and 27 s, the longest 1 % last": deadlines(3.0, 27.0, LIMIT // 100),
+        **{f"deadlines {d:g} s and {t:g} s": deadlines(d, t, 0) for d, t in DEADLINES_S},
+    }
+    report = Report()
+    report.value("work_share_of_the_longest_10_percent", f"{sum(longest[: LIMIT // 10]) / sum(longest):.0%}")
+    report.table("orders", "order", "TTFT p50, s", "p90", "p99", "mean", "longest 10 %, p99")
+    for name, order in orders.items():
+        done = first_token_times(requests, order)
+        all_s = sorted(ttft_s for _, ttft_s in done)
+        long_s = sorted(ttft_s for work_s, ttft_s in done if work_s >= tenth_s)
+        shown = [*(percentile(all_s, at) for at in (0.5, 0.9, 0.99)), sum(all_s) / LIMIT, percentile(long_s, 0.99)]
+        report.row(name, *(f"{value:.1f}" for value in shown))
+    report.record(args.record)
+
+
+if __name__ == "__main__":
+    main()
