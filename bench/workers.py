@@ -3,17 +3,19 @@
     python bench/workers.py --harness DIR [--workers 2] [--rounds 3] [--seconds 3] [--share 0.3] [--record NAME]
 
 DIR is the harness of bench/peers.py. Its `setup` builds a C load generator and a C mock engine into PEERBENCH_HOME
-(~/peerbench). They share the machine's cores with the router, so they have to be cheap, and there are as many of them
-in all cases: two engines, two load generators. Engines answer after 40 ms, as fast real ones do.
+(~/peerbench). They share the machine's cores with the router, so they have to be cheap. Their number is the same in all
+cases: two engines, and one load generator for each worker. Engines answer after 40 ms, as fast real ones do.
 
-Closed loop: so many connections that the router is never idle. Then requests per second show what another process
-adds, until the cores are used up. The last scenario has a fixed rate that one process serves easily. A process that is
-half as busy handles fewer requests each time it wakes, so N processes take more time for them than one, whether they
-share anything or not: the third case has that part alone.
+Closed loop: so many connections that one process is never idle. Then requests per second show what another process
+adds, until the cores are used up. Streams and the last scenario have a fixed rate that one process can serve. A process
+that is half as busy handles fewer requests each time it wakes, so N processes take more time for them than one, whether
+they share anything or not: N processes that share nothing show this part alone.
 
-With --share, each serving process may take only this share of a core (a control group; needs root), and clients and
-engines have what they need: as if every process had a core of its own. Without it, all share the machine's cores.
+With --share, each serving process gets at most this share of a core (a control group; needs root), so clients and
+engines have what they need, and N processes have N times the CPU time of one. The parent of workers is not limited.
+Without --share, all use the machine's cores together.
 
+Releases are compiled: run `make compile` first, and set PYTHONPATH=build/compiled.
 Ratios are taken within a round, one case after the other; the median over the rounds counts.
 """
 
@@ -40,10 +42,11 @@ THINK_US = 40_000
 """Time of an engine until it answers."""
 CHUNK_US = 10_000
 """Time between two chunks of a stream."""
-GENERATORS = 2
 WARM_UP_S = 1.0
 PERIOD_US = 10_000
-"""In which a process may take its share of a core."""
+"""A process gets its share of a core in each of these periods."""
+MIN_SHARE = 0.1
+"""The kernel's limit: 1 ms in a period."""
 
 
 class Scenario(NamedTuple):
@@ -59,8 +62,8 @@ class Scenario(NamedTuple):
 SCENARIOS = {
     "1kb": Scenario("1 KB requests, all it takes", "b_1k_n.json", 800),
     "16kb": Scenario("16 KB requests, all it takes", "b_16k_n.json", 600),
-    "streams": Scenario("600 streams, a chunk every 10 ms", "b_1k_s.json", 600, streams=True),
-    "2000": Scenario("1 KB requests, 2000/s", "b_1k_n.json", 400, rate=2000),
+    "streams": Scenario("chunks of 300 streams, one every 10 ms", "b_1k_s.json", 300, streams=True),
+    "1000": Scenario("1 KB requests, 1000/s", "b_1k_n.json", 400, rate=1000),
 }
 
 
@@ -145,34 +148,41 @@ def serving_pids(router: asyncio.subprocess.Process, workers: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{router.pid}/task/{router.pid}/children").read_text().split()]
 
 
-def generator(home: Path, scenario: Scenario, port: int, seconds: float) -> list[str]:
-    """Return the command of one of the load generators."""
+def generator(home: Path, scenario: Scenario, port: int, seconds: float, of: int) -> list[str]:
+    """Return the command of one of the load generators. `of`: how many there are."""
     command = [
-        str(home / "lg"), "-p", str(port), "-c", str(scenario.connections // GENERATORS), "-d", f"{seconds:g}",
+        str(home / "lg"), "-p", str(port), "-c", str(scenario.connections // of), "-d", f"{seconds:g}",
         "-w", f"{WARM_UP_S:g}", "-b", str(home / scenario.body), "-S", "64",
     ]  # fmt: skip
-    return [*command, "-r", str(scenario.rate // GENERATORS)] if scenario.rate else command
+    return [*command, "-r", str(scenario.rate // of)] if scenario.rate else command
 
 
-async def measure(home: Path, case: Case, scenario: Scenario, seconds: float, share: float) -> Measured:
-    shares = CpuShares(share)
+async def measure(
+    home: Path, case: Case, scenario: Scenario, seconds: float, share: float, generators: int
+) -> Measured:  # fmt: skip
     ports = [FIRST_PORT + 2 * at for at in range(case.routers)]
-    engines = [await start(str(home / "mock"), str(port)) for port in ENGINE_PORTS]
+    shares = CpuShares(share)
+    engines: list[asyncio.subprocess.Process] = []
     routers: list[asyncio.subprocess.Process] = []
+    clients: list[asyncio.subprocess.Process] = []
     try:
         for engine_port in ENGINE_PORTS:
+            engines.append(await start(str(home / "mock"), str(engine_port)))
             pace = f"interval={CHUNK_US if scenario.streams else 0}&think={0 if scenario.streams else THINK_US}"
             await until_ready(f"http://{HOST}:{engine_port}/_cfg?{pace}")
-        routers += [await start_router(port, case.workers) for port in ports]
+            if engines[-1].returncode is not None:
+                raise SystemExit(f"port {engine_port} is used by another process")
+        for port in ports:
+            routers.append(await start_router(port, case.workers))  # noqa: PERF401 - each is ended below
         for port in ports:
             await until_ready(f"http://{HOST}:{port}/ready")
         await asyncio.sleep(2.0)
         for router in routers if share else ():
             for pid in serving_pids(router, case.workers):
                 shares.limit(pid)
-        clients = [
-            await start(*generator(home, scenario, ports[at % len(ports)], seconds + 1.0)) for at in range(GENERATORS)
-        ]
+        for at in range(generators):
+            command = generator(home, scenario, ports[at % len(ports)], seconds + 1.0, generators)
+            clients.append(await start(*command))
         await asyncio.sleep(WARM_UP_S + 0.5)
 
         def used_s() -> tuple[float, float]:
@@ -184,9 +194,10 @@ async def measure(home: Path, case: Case, scenario: Scenario, seconds: float, sh
         took_s, after = loop.time() - began_s, used_s()
         found = [json.loads((await one.communicate())[0]) for one in clients]
     finally:
-        for process in (*routers, *engines):
-            process.terminate()
-            await process.wait()
+        for process in (*clients, *routers, *engines):
+            if process.returncode is None:
+                process.terminate()
+                await process.wait()
         shares.close()
     failed = sum(one["err"] + one["non2xx"] for one in found)
     if failed:
@@ -211,6 +222,8 @@ def main() -> None:
         parser.error("--harness DIR is required. DIR must contain setup, which builds the programs")
     if not (home / "lg").exists():
         parser.error(f"{home} has no load generator (lg): run {args.harness}/setup first, or set PEERBENCH_HOME")
+    if args.share and (args.share < MIN_SHARE or os.geteuid()):
+        parser.error(f"--share needs root, and at least {MIN_SHARE:g}")
     cases = (
         Case("one process", 1, 1),
         Case(f"{args.workers} workers", 1, args.workers),
@@ -218,13 +231,13 @@ def main() -> None:
     )
     report = Report()
     report.table(
-        "workers", "load", "router", "CPU µs", "of one process", "per second", "of one process",
+        "workers", "load", "router", "CPU µs of each", "CPU / one process", "per second", "rate / one process",
         "cores: router, clients and engines",
     )  # fmt: skip
     for name in args.scenario or SCENARIOS:
         scenario = SCENARIOS[name]
         rounds = [
-            [asyncio.run(measure(home, case, scenario, args.seconds, args.share)) for case in cases]
+            [asyncio.run(measure(home, case, scenario, args.seconds, args.share, args.workers)) for case in cases]
             for _ in range(args.rounds)
         ]
         for at, case in enumerate(cases):
