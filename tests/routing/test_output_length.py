@@ -44,12 +44,12 @@ def test_streams_that_are_under_way_raise_the_estimate_until_responses_have_ende
     lengths, speed = OutputLengthEstimate(), DecodeSpeed()
     for number in range(100):
         assert lengths.stream_began("m", speed, 0.1 * number)
-    so_far = 1000.0 * 9.9 / 2 / speed.mean_ms
-    assert lengths.expected("m", "") == pytest.approx(2 * so_far)
+    raised = 1000.0 * 9.9 / 2 / speed.mean_ms
+    assert lengths.expected("m", "") == pytest.approx(raised)
     assert lengths.expected("m", "", 100) == 100
     for _ in range(10):
         lengths.record("m", "", 20)
-    assert lengths.expected("m", "") == pytest.approx((20 + 2 * so_far) / 2)
+    assert lengths.expected("m", "") == pytest.approx((20 + raised) / 2)
     for _ in range(10):
         lengths.record("m", "", 20)
     assert lengths.expected("m", "") == pytest.approx(20)

@@ -1,9 +1,11 @@
 """Estimates how many output tokens a response will have: a moving average by model and tenant.
 
 Short responses end first, and with long ones it takes a while until any has ended. So until ENOUGH responses of a model
-have reported their length, the streams that are under way can raise the estimate: on average they are half done.
+have reported their length, the streams that are under way can raise the estimate. On average they are half done. And
+prefills of other prompts interrupt them for up to half of the time, so a stream gets a token every second step:
 
-    expected = average + max(0, 2 · tokens of a stream so far − average) · (ENOUGH − reported) / ENOUGH
+    raised   = mean time since the first tokens / step_ms                             both factors of 2 cancel
+    expected = average + max(0, raised − average) · (ENOUGH − reported) / ENOUGH
 """
 
 from __future__ import annotations
@@ -32,12 +34,12 @@ class _UnderWay:
         self.at_s = 0.0
         """When one of them last began or ended."""
 
-    def tokens_so_far(self) -> float:
-        """Return how many tokens a stream has on average, by the time since its first one."""
+    def expected_tokens(self) -> float:
+        """Return how long these streams will be on average, by the time since their first tokens."""
         if not self.count:
             return 0.0
         mean_s = self.at_s - self.first_tokens_s / self.count
-        return 1000.0 * mean_s / self.decode_speed.mean_ms
+        return min(MAX_RAISED_TOKENS, 1000.0 * mean_s / self.decode_speed.mean_ms)
 
 
 class OutputLengthEstimate:
@@ -53,8 +55,7 @@ class OutputLengthEstimate:
         mean = (self._by_tenant.get((model, tenant)) if tenant else None) or self._by_model.get(model) or DEFAULT_TOKENS
         reported = self._reported.get(model, 0)
         if reported < ENOUGH and (under_way := self._under_way.get(model)) is not None:
-            twice = min(MAX_RAISED_TOKENS, 2.0 * under_way.tokens_so_far())
-            mean += max(0.0, twice - mean) * (ENOUGH - reported) / ENOUGH
+            mean += max(0.0, under_way.expected_tokens() - mean) * (ENOUGH - reported) / ENOUGH
         return min(mean, max_tokens) if max_tokens else mean
 
     def record(self, model: str, tenant: str, tokens: int) -> None:
