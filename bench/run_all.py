@@ -36,6 +36,7 @@ TIMED = {
     "peers_tokenizer": "peers.py --harness HARNESS --tokenizer DATA/tokenizers/qwen3-rebuilt",
     "cluster_messages": "cluster_messages.py",
     "workers": "workers.py --harness HARNESS",
+    "worker_shares": "workers.py --harness HARNESS --share 0.3",
     "replay_speed": "replay_speed.py --data DATA",
     "agreement": "agreement.py",
     "policy_ranking": "policy_ranking.py",
