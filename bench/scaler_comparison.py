@@ -26,6 +26,10 @@ scaler, and the fewest of those runs that miss the objective less than 2 % of th
 that `warmroute plan --margin` finds for the busiest hour, `scaler` what the scaler has then.
 
 --runs DIR keeps the result of each run there, and takes those that are there already. --kept shows only these.
+--recorded takes the rows of scalers that were not run from bench/results/scalers.json: other scalers do not change with
+the production scaler. Their figures are rounded there.
+
+--seed N is another day with the same mean load. Tune on other days than the recorded one.
 """
 
 from __future__ import annotations
@@ -40,12 +44,12 @@ from functools import partial
 from itertools import pairwise
 from math import ceil, cos, exp, log, pi
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from day_loads import AGENT_TRACE, DAY_S, day_load
 from day_schedule import Cron
 from external_data import add_data_option
-from record import Report, add_record_option
+from record import RESULTS, Cell, Report, add_record_option
 
 from warmroute.config import Objective, Scaling, ScalingReplay
 from warmroute.fake_engine.profiles import profile
@@ -54,7 +58,7 @@ from warmroute.replay.load_margin import load_margin, with_load
 from warmroute.replay.peers.scalers import Hpa, Keda, Threshold
 from warmroute.replay.planning.simulated_planning import SimulatedPlanning
 from warmroute.replay.report.table import paid_gpu_hours
-from warmroute.replay.simulation.conditions import NodeSpec
+from warmroute.replay.simulation.conditions import Conditions, NodeSpec
 from warmroute.replay.simulation.simulated_scaling import ScalingSetup, SimulatedOffer
 from warmroute.replay.sizing import Limits, nodes_needed
 from warmroute.replay.workloads.arrivals import DEPTH
@@ -78,8 +82,25 @@ SCALERS = (
 )  # fmt: skip
 
 
-def setup_of(load: str, data: Path | None, text: str, runs: Path | None = None, schedule: Sequence[int] = ()) -> Setup:
+class Job(NamedTuple):
+    load: str
+    data: Path | None
+    scaler: str
+    runs: Path | None = None
+    seed: int = 1
+
+
+class Figures(NamedTuple):
+    """What the comparison needs of a run."""
+
+    hours: float
+    p90_ms: float
+    missed: float
+
+
+def setup_of(job: Job, schedule: Sequence[int] = ()) -> Setup:
     """`schedule`: nodes in each part of the day, instead of what `warmroute plan` finds."""
+    load, data, text, runs, seed = job
     day = day_load(load, data)
     hardware = profile(day.profile)
     name, _, rest = text.partition(":")
@@ -97,7 +118,7 @@ def setup_of(load: str, data: Path | None, text: str, runs: Path | None = None, 
         elif name == "threshold":
             decision_maker = partial(Threshold, down=numbers["up"] / 4, **numbers)
         elif name in ("cron", "hindsight"):
-            nodes_by_part = list(schedule or run((load, data, "parts of the day", runs))[2]["nodes"])
+            nodes_by_part = list(schedule or run(Job(load, data, "parts of the day", runs))[2]["nodes"])
             decision_maker = partial(Cron, nodes=nodes_by_part, part_s=PART_S, ahead_s=1.2 * START_S)
             nodes = nodes_by_part[0]
         offer = Offer(
@@ -128,6 +149,7 @@ def setup_of(load: str, data: Path | None, text: str, runs: Path | None = None, 
             for at in range(nodes)
         ),
         policy=parse_policy("price"),
+        conditions=Conditions(seed=seed),
         rate=day.rate,
         duration_s=DAY_S,
         day_s=DAY_S,
@@ -136,8 +158,8 @@ def setup_of(load: str, data: Path | None, text: str, runs: Path | None = None, 
     )
 
 
-def run(job: tuple[str, Path | None, str, Path | None]) -> tuple[str, str, dict[str, Any]]:
-    load, data, text, runs = job
+def run(job: Job) -> tuple[str, str, dict[str, Any]]:
+    load, data, text, _, _ = job
     file = kept_file(job)
     if file is not None and file.exists():
         return load, text, json.loads(file.read_text())
@@ -147,18 +169,19 @@ def run(job: tuple[str, Path | None, str, Path | None]) -> tuple[str, str, dict[
     elif text == "parts of the day":
         one = {"nodes": planned_parts(load, data)}
     elif text == "hindsight":
-        one = in_hindsight(load, data, runs)
+        one = in_hindsight(job)
     else:
-        one = replay(setup_of(load, data, text, runs), partial(progress, load, text))
+        one = replay(setup_of(job), partial(progress, load, text))
     one["cpu_s"] = round(time.process_time() - start_s, 1)
     if file is not None:
         file.write_text(json.dumps(one))
     return load, text, one
 
 
-def kept_file(job: tuple[str, Path | None, str, Path | None]) -> Path | None:
-    load, _, text, runs = job
-    return runs / f"{load} {text}.json".replace(":", " ") if runs is not None else None
+def kept_file(job: Job) -> Path | None:
+    load, _, text, runs, seed = job
+    day = f"{load} {text}" if seed == 1 else f"{load} {text} seed {seed}"
+    return runs / f"{day}.json".replace(":", " ") if runs is not None else None
 
 
 def progress(load: str, text: str, ended: int) -> None:
@@ -191,11 +214,12 @@ def planned_parts(load: str, data: Path | None) -> list[int]:
     return [*morning, *reversed(morning)]
 
 
-def in_hindsight(load: str, data: Path | None, runs: Path | None) -> dict[str, Any]:
+def in_hindsight(job: Job) -> dict[str, Any]:
     """Add nodes to the parts of the day that miss the objective until it is missed less than MISSED_TIME."""
-    schedule: list[int] = list(run((load, data, "parts of the day", runs))[2]["nodes"])
+    load = job.load
+    schedule: list[int] = list(run(Job(load, job.data, "parts of the day", job.runs))[2]["nodes"])
     for turn in range(MAX_SCHEDULES):
-        one = replay(setup_of(load, data, "hindsight", runs, schedule), partial(progress, load, "hindsight"))
+        one = replay(setup_of(job, schedule), partial(progress, load, "hindsight"))
         if missed(one) < MISSED_TIME:
             break
         print(f"{load} hindsight, schedule {turn}: missed {missed(one):.1%}", file=sys.stderr, flush=True)
@@ -236,62 +260,83 @@ def hours_at(points: list[tuple[float, float]], p90_ms: float) -> float | None:
     return best
 
 
-def show(done: list[tuple[str, str, dict[str, Any]]], data: Path | None, report: Report) -> None:
+def show(
+    done: list[tuple[str, str, dict[str, Any]]], data: Path | None, report: Report, recorded: dict[str, Any]
+) -> None:
+    """`recorded`: tables of which the rows of scalers that were not run are taken."""
     by_load: dict[str, dict[str, dict[str, Any]]] = {}
     for load, text, one in done:
         by_load.setdefault(load, {})[text] = one
+    figures: dict[str, dict[str, Figures]] = {}
     for load, runs in by_load.items():
-        gpus = profile(day_load(load, data).profile).gpus
         columns = ("hit rate", "TTFT p50, ms", "p90", "p99", "objective missed")
         report.table(load, "scaler", "GPU hours", "USD", "nodes", "changes", *columns)
+        rows: dict[str, list[Cell]] = {row[0]: row for row in recorded.get(load, {}).get("rows", ())}
+        found = figures.setdefault(load, {text: _figures_of(row) for text, row in rows.items()})
         for text, one in runs.items():
-            if text == "plan":
-                continue
-            hours, times, scaling = paid_gpu_hours(one) or 0.0, one["ttft_ms"], one.get("scaling")
-            usd = hours / gpus * day_load(load, data).usd_per_hour
-            nodes = f"{scaling['least_nodes']}–{scaling['most_nodes']}" if scaling else str(one["node_count"])
-            report.row(
-                text, f"{hours:.1f}", f"{usd:.0f}", nodes, scaling["changes"] if scaling else 0,
-                f"{one['hit_rate']:.1%}", *(f"{times[key]:,.0f}" for key in ("p50", "p90", "p99")),
-                f"{missed(one):.1%}",
-            )  # fmt: skip
+            if text != "plan":
+                rows[text] = _row(load, text, one, data)
+                found[text] = Figures(paid_gpu_hours(one) or 0.0, one["ttft_ms"]["p90"], missed(one))
+        for row in rows.values():
+            report.row(*row)
     report.table(
         "objective", "load", "objective, ms", "GPU hours", "TTFT p90, ms", "missed", "fewest hours of another scaler",
         "ours / other", "fewest hours that miss under 2 %", "ours / other", "hindsight", "ours / hindsight",
         "plan, nodes at noon", "scaler",
     )  # fmt: skip
+    before = {row[0]: row for row in recorded.get("objective", {}).get("rows", ())}
     for load, runs in by_load.items():
         if OURS in runs:
-            report.row(load, *_comparison(runs, day_load(load, data).objective_ms))
+            planned_nodes = str(runs["plan"]["nodes"]) if "plan" in runs else before[load][-2] if before else "–"
+            cells = _comparison(figures[load], day_load(load, data).objective_ms)
+            report.row(load, *cells, planned_nodes, str(_nodes_at_noon(runs[OURS])))
 
 
-def _comparison(runs: dict[str, dict[str, Any]], objective_ms: float) -> list[str]:
+def _row(load: str, text: str, one: dict[str, Any], data: Path | None) -> list[Cell]:
+    day = day_load(load, data)
+    hours, times, scaling = paid_gpu_hours(one) or 0.0, one["ttft_ms"], one.get("scaling")
+    usd = hours / profile(day.profile).gpus * day.usd_per_hour
+    nodes = f"{scaling['least_nodes']}–{scaling['most_nodes']}" if scaling else str(one["node_count"])
+    return [
+        text, f"{hours:.1f}", f"{usd:.0f}", nodes, scaling["changes"] if scaling else 0,
+        f"{one['hit_rate']:.1%}", *(f"{times[key]:,.0f}" for key in ("p50", "p90", "p99")),
+        f"{missed(one):.1%}",
+    ]  # fmt: skip
+
+
+def _figures_of(row: list[Cell]) -> Figures:
+    hours, p90_ms, missed_time = str(row[1]), str(row[-3]), str(row[-1])
+    return Figures(float(hours), float(p90_ms.replace(",", "")), float(missed_time.rstrip("%")) / 100.0)
+
+
+def _comparison(runs: dict[str, Figures], objective_ms: float) -> list[str]:
     ours = runs[OURS]
-    hours = paid_gpu_hours(ours) or 0.0
     points: dict[str, list[tuple[float, float]]] = {}
     steady: dict[str, float] = {}
     for text, one in runs.items():
-        if text.startswith(OURS) or text in ("plan", "cron", "hindsight"):
+        if text.startswith(OURS) or text in ("cron", "hindsight"):
             continue
         scaler = text.partition("=1,")[0] if "=1," in text else text.partition(":")[0]
-        points.setdefault(scaler, []).append((paid_gpu_hours(one) or 0.0, one["ttft_ms"]["p90"]))
-        if missed(one) < MISSED_TIME:
-            steady[text] = paid_gpu_hours(one) or 0.0
+        points.setdefault(scaler, []).append((one.hours, one.p90_ms))
+        if one.missed < MISSED_TIME:
+            steady[text] = one.hours
     reached: dict[str, float] = {}
     for name, at in points.items():
         least = hours_at(at, objective_ms)
         if least is not None:
             reached[name] = least
-    cells = [f"{objective_ms:,.0f}", f"{hours:.1f}", f"{ours['ttft_ms']['p90']:,.0f}", f"{missed(ours):.1%}"]
+    cells = [f"{objective_ms:,.0f}", f"{ours.hours:.1f}", f"{ours.p90_ms:,.0f}", f"{ours.missed:.1%}"]
     for found in (reached, steady):
         best = min(found, key=found.__getitem__, default="")
-        cells += [f"{found[best]:.1f} ({best})", f"{hours / found[best]:.2f}"] if best else ["none", "–"]
-    possible = paid_gpu_hours(runs["hindsight"]) if "hindsight" in runs else None
-    cells += [f"{possible:.1f}", f"{hours / possible:.2f}"] if possible else ["–", "–"]
-    serving = ours["scaling"]["timeline"]["serving"]
+        cells += [f"{found[best]:.1f} ({best})", f"{ours.hours / found[best]:.2f}"] if best else ["none", "–"]
+    possible = runs["hindsight"].hours if "hindsight" in runs else None
+    return [*cells, *([f"{possible:.1f}", f"{ours.hours / possible:.2f}"] if possible else ["–", "–"])]
+
+
+def _nodes_at_noon(ours: dict[str, Any]) -> int:
+    serving: list[int] = ours["scaling"]["timeline"]["serving"]
     middle = serving[len(serving) * 7 // 16 : len(serving) * 9 // 16]
-    noon = sorted(middle)[len(middle) // 2]
-    return [*cells, str(runs["plan"]["nodes"]) if "plan" in runs else "–", str(noon)]
+    return sorted(middle)[len(middle) // 2]
 
 
 def main() -> None:
@@ -301,15 +346,20 @@ def main() -> None:
     parser.add_argument("--scaler", action="append", help="repeatable; plan for `warmroute plan`")
     parser.add_argument("--runs", type=Path, metavar="DIR", help="keep the results of runs there")
     parser.add_argument("--kept", action="store_true", help="show what --runs DIR has, and run nothing")
+    parser.add_argument("--recorded", action="store_true", help="take the other scalers' rows from the recorded ones")
+    parser.add_argument("--seed", type=int, default=1, help="of the day (1)")
     parser.add_argument("--jobs", type=int, default=2)
     add_record_option(parser)
     args = parser.parse_args()
+    if args.recorded and args.seed != 1:
+        parser.error("the recorded rows are those of seed 1")
     if args.runs is not None:
         args.runs.mkdir(parents=True, exist_ok=True)
     jobs = []
     for load in args.load or LOADS:
         fixed = [f"fixed:{nodes}" for nodes in day_load(load, args.data).fixed]
-        jobs += [(load, args.data, text, args.runs) for text in args.scaler or [*SCALERS, *fixed, "plan"]]
+        scalers = args.scaler or [*SCALERS, *fixed, "plan"]
+        jobs += [Job(load, args.data, text, args.runs, args.seed) for text in scalers]
     if args.kept:
         jobs = [job for job in jobs if (file := kept_file(job)) is not None and file.exists()]
     done = []
@@ -318,7 +368,8 @@ def main() -> None:
             done.append((load, text, one))
             print(f"{load} {text}: {one['cpu_s']} s", file=sys.stderr, flush=True)
     report = Report()
-    show(done, args.data, report)
+    recorded = json.loads((RESULTS / "scalers.json").read_text())["tables"] if args.recorded else {}
+    show(done, args.data, report, recorded)
     report.record(args.record)
 
 
