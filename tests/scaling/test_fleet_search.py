@@ -276,7 +276,7 @@ def test_the_expected_load_does_not_depend_on_the_size_of_the_sample() -> None:
     for span in range(10):
         for one in recorded(per_s=2.0 + 0.5 * span, seconds=16.0, seed=span):
             rising.append(RecordedRequest(one.prompt, one.at_ms + 16_000.0 * span, len(rising) % 2))
-    plans = [plan_fleet(plan_request(12, max_requests=most, window_s=160.0), rising) for most in (20_000, 830)]
+    plans = [plan_fleet(plan_request(12, max_requests=most), rising) for most in (20_000, 700)]
     whole, part = (plan.arrivals_per_s * plan.growth for plan in plans)
     assert plans[1].measured_s < 0.7 * plans[0].measured_s
     assert part == pytest.approx(whole, rel=0.12)
