@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -15,18 +14,8 @@ from warmroute.replay.planning import fleet_replay, fleet_search
 from warmroute.replay.planning.other_loads import OtherLoads
 from warmroute.replay.planning.recorded_request import RecordedRequest
 from warmroute.replay.planning.recorded_traffic import thinned
-from warmroute.replay.simulation.results import RequestResults
 from warmroute.replay.workloads.workload_prompt import WorkloadPrompt
-from warmroute.scaling.fleet_plan import (
-    MIN_REQUESTS,
-    FleetNode,
-    FleetPlan,
-    NodeFigures,
-    OfferedNode,
-    PlanRequest,
-    ReplayedFleet,
-)
-from warmroute.scaling.offer import OfferKey
+from warmroute.scaling.fleet_plan import MIN_REQUESTS, FleetNode, FleetPlan, NodeFigures, OfferedNode, PlanRequest
 
 
 def plan_fleet(request: PlanRequest, requests: list[RecordedRequest], **more: Any) -> FleetPlan:
@@ -79,7 +68,7 @@ def test_a_node_is_removed_while_the_load_rises_only_if_there_is_far_too_much() 
             rising.append(RecordedRequest(one.prompt, one.at_ms + 8000.0 * span, len(rising)))
     plan = plan_fleet(plan_request(12), rising)
     assert plan.growth > 1.1
-    assert plan.fleets[1].load == pytest.approx(1.25 * plan.growth * (1.05 + max(0.05, plan.chance)))
+    assert plan.fleets[1].load == pytest.approx(1.5 * plan.growth * (1.05 + max(0.05, plan.chance)))
     assert (plan.add, plan.spare > 0) == (0, True)
 
 
@@ -98,36 +87,6 @@ def test_nodes_that_do_not_help_are_not_bought() -> None:
     assert (plan.add, plan.spare) == (0, 0)
     assert plan.target_excess > 1.0
     assert "no fleet meets the objective" in plan.explain(Objective(ttft_p90_ms=2000.0))
-
-
-def test_nodes_that_hardly_help_are_not_bought_although_they_would_meet_the_objective(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def excess_is(of_any_fleet: float, of_one_node: float) -> None:
-        def run(_: object, nodes: Sequence[FleetNode], load: float, offer: OfferKey | None = None) -> ReplayedFleet:
-            excess, usd = of_any_fleet + of_one_node / len(nodes), 2.0 * len(nodes)
-            return ReplayedFleet(nodes=len(nodes), usd_per_hour=usd, offer=offer, load=load, excess=excess)
-
-        monkeypatch.setattr(fleet_replay.FleetReplay, "run", run)
-
-    excess_is(0.92, 0.5)
-    plan = plan_fleet(plan_request(4), BUSY)
-    assert [fleet.excess > 1.0 for fleet in plan.fleets] == [True, False], "else the test shows nothing"
-    assert (plan.add, plan.spare, plan.target_excess) == (0, 0, 1.0)
-    assert "more nodes would hardly help" in plan.explain(Objective(ttft_p90_ms=2000.0))
-    excess_is(0.2, 3.6)
-    assert plan_fleet(plan_request(4), BUSY).add == 1
-
-
-def test_a_few_late_first_tokens_of_few_requests_buy_nothing() -> None:
-    """11 of 100 are late on any fleet. With ten times the requests that would be certain."""
-    for late, count, misses in ((11, 100, False), (16, 100, True), (110, 1000, True)):
-        results = RequestResults()
-        for at in range(count):
-            results.ttft_ms.append(3000.0 if at < late else 500.0)
-        found = fleet_replay._measured(results, Objective(ttft_p90_ms=2000.0), 4, 8.0, 1.0, None, False)
-        assert (found.excess > 1.0) is misses
-        assert found.ttft_p90_ms == 3000.0
 
 
 def test_an_objective_that_a_fleet_meets_again_is_not_given_up() -> None:
@@ -276,7 +235,7 @@ def test_the_expected_load_does_not_depend_on_the_size_of_the_sample() -> None:
     for span in range(10):
         for one in recorded(per_s=2.0 + 0.5 * span, seconds=16.0, seed=span):
             rising.append(RecordedRequest(one.prompt, one.at_ms + 16_000.0 * span, len(rising) % 2))
-    plans = [plan_fleet(plan_request(12, max_requests=most, window_s=160.0), rising) for most in (20_000, 830)]
+    plans = [plan_fleet(plan_request(12, max_requests=most), rising) for most in (20_000, 1000)]
     whole, part = (plan.arrivals_per_s * plan.growth for plan in plans)
     assert plans[1].measured_s < 0.7 * plans[0].measured_s
     assert part == pytest.approx(whole, rel=0.12)

@@ -77,13 +77,6 @@ def test_few_conversations_vary_more_than_many() -> None:
     assert forecast(arrivals(*[4] * MINUTES, turns=60), until_ms, 180.0).chance == MAX_CHANCE
 
 
-def test_chance_is_that_of_ten_minutes_although_less_is_recorded() -> None:
-    """A third of a short time has fewer requests, and varies more than the minutes that a fleet has to hold."""
-    whole = forecast(arrivals(*[40] * 30), 1_800_000.0, 0.0, window_s=1800.0).chance
-    assert whole == pytest.approx(forecast(arrivals(*[40] * 30), 1_800_000.0, 0.0).chance, rel=0.01)
-    assert forecast(arrivals(*[40] * 6), 360_000.0, 0.0, window_s=1800.0).chance == pytest.approx(whole, rel=0.05)
-
-
 def test_a_change_that_chance_explains_is_none() -> None:
     """With forty conversations in ten minutes a sixth less is nothing; with 2,400 it is."""
     minutes = [40] * 20 + [34] * 10

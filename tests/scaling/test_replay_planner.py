@@ -123,29 +123,6 @@ def test_searches_that_start_early_keep_a_distance() -> None:
         planning.wait(400.0, 9.0)
 
 
-def test_first_tokens_that_miss_the_objective_start_a_search_early() -> None:
-    """The arrivals are those that the plan expects."""
-    replay = ScalingReplay(interval_s=1000.0, window_s=3000.0)
-    for late, target_excess, searches in ((10, 1.0, 0), (40, 1.0, 1), (40, 1.3, 0)):
-        planning = Planning(Scaling(enabled=True, objective=Objective(ttft_p90_ms=2000.0), replay=replay))
-        assert planning.wait(5.0, 2.0) == 1
-        planning.runner.done(FleetPlan(nodes=4, arrivals_per_s=2.0, margin=0.05, target_excess=target_excess), "")
-        assert planning.wait(300.0, 2.0) == 0
-        for at in range(200):
-            planning.meter.record_ttft(9000.0 if at < late else 400.0)
-        assert planning.wait(100.0, 2.0) == searches
-
-
-def test_a_search_with_too_few_requests_is_repeated_soon(planning: Planning) -> None:
-    """The recorded requests that still run do not count, so a search can have fewer than there are."""
-    planning.turn()
-    planning.runner.done(FleetPlan(nodes=4, recorded=93, skipped="replay has too little traffic"), "")
-    planning.planner.turn(planning.now_s + 0.1 * INTERVAL_S, 4, lambda: plan_request(4))
-    assert len(planning.runner.requests) == 1
-    planning.planner.turn(planning.now_s + 0.2 * INTERVAL_S, 4, lambda: plan_request(4))
-    assert len(planning.runner.requests) == 2
-
-
 def test_a_plan_counts_until_it_is_old(planning: Planning) -> None:
     assert planning.plan is None
     planning.search(add=2)

@@ -93,8 +93,6 @@ class PlanRequest(msgspec.Struct, kw_only=True):
     max_requests: int = _DEFAULTS.max_requests
     lead_s: float = 0.0
     """Time until a node that is requested now would serve."""
-    window_s: float = _DEFAULTS.window_s
-    """How much traffic is recorded at most."""
     share: float = 1.0
     """The fraction of the fleet's requests that is in the recorded traffic: other routers send the rest."""
     target_excess: float = 1.0
@@ -182,8 +180,6 @@ class FleetPlan(msgspec.Struct, kw_only=True):
             parts.append(_saving(chosen, self.larger))
         if self.target_excess > 1.0:
             parts.append("no fleet meets the objective: more nodes would hardly help")
-        elif chosen.excess > 1.0 and any(one.excess <= 1.0 for one in self.fleets if one.nodes > chosen.nodes):
-            parts.append("more nodes would hardly help")
         elif chosen.excess > 1.0:
             parts.append("the limits allow no fleet that meets the objective")
         return "; ".join(parts)

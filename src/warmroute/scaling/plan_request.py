@@ -88,7 +88,6 @@ def plan_request(
         objective=config.objective,
         margin=config.replay.margin,
         max_requests=config.replay.max_requests,
-        window_s=config.replay.window_s,
         lead_s=min(starts_s, default=0.0) + MIN_INTERVALS * config.replay.interval_s,
         max_cpu_s=max(MIN_CPU_S, MAX_INTERVALS * config.replay.interval_s * config.replay.cpu_share),
         router=router,

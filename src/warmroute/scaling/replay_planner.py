@@ -2,12 +2,12 @@
 
 A search starts every `scaling.replay.interval_s`, if the last one has ended and there is enough recorded traffic (100
 requests, and MIN_RECORDED_S of time), and earlier if more requests arrive than the last plan allows for, margin and
-chance included, or if the TTFT of the last minutes misses the objective. Its plan counts for MAX_AGE_INTERVALS
-intervals. Nodes are spare that no plan wanted for as long as arrivals count as those of now, without a gap between the
-plans. Now and then the search also replays the traffic as it was on the fleet as it is, and the planner compares the
-predicted TTFT and time between tokens with the observed ones. If one of those that the objective limits differs by
-more than MAX_ERROR several times in a row, the autoscaler goes by thresholds until they agree again. So it does
-without a plan: at the start, with little traffic, or if the searching process fails.
+chance included. Its plan counts for MAX_AGE_INTERVALS intervals. Nodes are spare that no plan wanted for as long as
+arrivals count as those of now, without a gap between the plans. Now and then the search also replays the traffic as it
+was on the fleet as it is, and the planner compares the predicted TTFT and time between tokens with the observed ones.
+If one of those that the objective limits differs by more than MAX_ERROR several times in a row, the autoscaler goes by
+thresholds until they agree again. So it does without a plan: at the start, with little traffic, or if the searching
+process fails.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import msgspec
 
 from warmroute.config import Scaling
 from warmroute.event_log import EventLog
-from warmroute.fleet.demand import DemandMeter, percentile_ms, share_within
+from warmroute.fleet.demand import DemandMeter, percentile_ms
 from warmroute.scaling.fleet_plan import (
     MIN_REQUESTS,
     RECENT_SHARE,
@@ -59,7 +59,7 @@ MIN_STAY: Final = 0.9
 """Plans of less time than this fraction of the time whose arrivals they expect again (RECENT_SHARE) make no node
 spare."""
 RECENT_S: Final = 300.0
-"""Arrivals and first tokens of this time start a search early."""
+"""Arrivals of this time start a search early."""
 KNOWN_S: Final = 900.0
 """How long a replay need not be repeated, if its result was clear."""
 MIN_KNOWN_REQUESTS: Final = 3 * MIN_REQUESTS
@@ -130,8 +130,6 @@ class ReplayPlanner:
         """How many nodes the plans wanted in the time whose arrivals a plan expects again."""
         self._arrived: deque[tuple[float, float]] = deque()
         """How many requests had arrived, at each turn of the last `window_s`."""
-        self._first_tokens: deque[tuple[float, array[int]]] = deque()
-        """The TTFT counts at each turn of the last RECENT_S."""
         self._expected_per_s = 0.0
         """Arrivals per second that the plan allows for, as the meter counts them."""
         self._wrong = self._right = 0
@@ -176,9 +174,8 @@ class ReplayPlanner:
     def turn(self, now_s: float, serving: int, create_request: Callable[[], PlanRequest]) -> None:
         """Start a search if it is time."""
         replay = self.config.replay
-        grows, misses = self._grows(now_s), self._misses(now_s)
-        soon = grows or misses or (self._plan is not None and 0 < self._plan.recorded < MIN_REQUESTS)
-        if self._running or now_s - self._started_s < replay.interval_s * (MIN_INTERVALS if soon else 1.0):
+        grows = self._grows(now_s)
+        if self._running or now_s - self._started_s < replay.interval_s * (MIN_INTERVALS if grows else 1.0):
             return
         recorded, recorded_s = self._runner.recorded, self._runner.recorded_s
         least_s = min(MIN_RECORDED_S, MIN_RECORDED_SHARE * replay.window_s)
@@ -218,17 +215,6 @@ class ReplayPlanner:
         if plan is None or plan.skipped or now_s - arrived[0][0] < 0.9 * RECENT_S:
             return False
         return self._arrivals_per_s(now_s - RECENT_S, now_s) > self._expected_per_s
-
-    def _misses(self, now_s: float) -> bool:
-        """Return whether the first tokens of the last RECENT_S miss a TTFT p90 that the plan expects to be met."""
-        recent, plan, limit_ms = self._first_tokens, self._plan, self.config.objective.ttft_p90_ms
-        recent.append((now_s, self._meter.times()[0]))
-        while recent[0][0] < now_s - RECENT_S:
-            recent.popleft()
-        if not limit_ms or plan is None or plan.skipped or plan.target_excess > 1.0:
-            return False
-        counts = _difference(recent[-1][1], recent[0][1])
-        return sum(counts) >= MIN_MEASURED and (share_within(counts, limit_ms) or 0.0) < 0.9
 
     def _arrivals_per_s(self, since_s: float, until_s: float) -> float:
         """Return what the meter counted between two times, as far as they are known."""

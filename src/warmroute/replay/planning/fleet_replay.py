@@ -2,10 +2,6 @@
 
 It is made cheap, because searches run often: large blocks, few polls, and it stops as soon as the objective is out of
 reach.
-
-A p90 of few requests is uncertain: where prompts have very different lengths, a few long ones more make it miss the
-objective on any fleet. So fleets are judged as if PRIOR_REQUESTS more had been measured, all of them in time. With a
-thousand requests that hardly counts.
 """
 
 from __future__ import annotations
@@ -39,7 +35,6 @@ HOPELESS: Final = 2.0
 MAX_LOST: Final = 0.01
 """Fraction of requests that may be rejected or fail."""
 LOST_EXCESS: Final = 10.0
-PRIOR_REQUESTS: Final = 30
 
 
 class FleetReplay:
@@ -134,7 +129,7 @@ def _measured(
     results: RequestResults, objective: Objective, nodes: int, usd_per_hour: float, load: float, offer: OfferKey | None,
     hopeless: bool,
 ) -> ReplayedFleet:  # fmt: skip
-    ttft_ms, inter_token_ms = sorted(results.ttft_ms), sorted(results.inter_token_ms)
+    ttft_ms = sorted(results.ttft_ms)
     fleet = ReplayedFleet(
         nodes=nodes,
         usd_per_hour=usd_per_hour,
@@ -143,26 +138,15 @@ def _measured(
         ttft_p50_ms=percentile(ttft_ms, 0.5),
         ttft_p90_ms=percentile(ttft_ms, 0.9),
         ttft_p99_ms=percentile(ttft_ms, 0.99),
-        inter_token_p90_ms=percentile(inter_token_ms, 0.9),
+        inter_token_p90_ms=percentile(sorted(results.inter_token_ms), 0.9),
         good_ratio=results.good_first_tokens / len(ttft_ms) if ttft_ms else None,
         hit_ratio=results.cached_tokens / results.prompt_tokens if results.prompt_tokens else 0.0,
     )
-    count, good = len(ttft_ms), fleet.good_ratio
     over = excess(
-        objective,
-        _with_prior(ttft_ms, 0.9),
-        _with_prior(ttft_ms, 0.99),
-        _with_prior(inter_token_ms, 0.9),
-        (good * count + PRIOR_REQUESTS) / (count + PRIOR_REQUESTS) if good is not None else None,
-    )
+        objective, fleet.ttft_p90_ms, fleet.ttft_p99_ms, fleet.inter_token_p90_ms, fleet.good_ratio
+    )  # fmt: skip
     if hopeless:
         over = max(over, HOPELESS)
     if results.total("rejected") + results.total("failed") > MAX_LOST * results.total("arrived"):
         over = max(over, LOST_EXCESS)
     return msgspec.structs.replace(fleet, excess=over)
-
-
-def _with_prior(ordered: Sequence[float], share: float) -> float | None:
-    """Return the percentile with PRIOR_REQUESTS smaller values more."""
-    more = PRIOR_REQUESTS / max(1, len(ordered))
-    return percentile(ordered, max(0.0, share * (1.0 + more) - more))

@@ -7,11 +7,10 @@
 has to hold RISING times the load to remove nodes.
 
 If the current fleet does not meet the objective, the search doubles the number of added nodes of each offer until it
-does, then bisects, and takes the cheapest result. Three times the fleet shows what nodes can reach: within CLOSE of
-that, more nodes hardly help, and the search adds none. If three times the fleet is hardly better, none meets the
-objective: then the plan is the smallest fleet that comes within CLOSE of the best. The next searches go by this, and
-check with three times the fleet whether it is still so. If the current fleet meets the objective, the search removes
-nodes: 1, 2, 4, 8, …
+does, then bisects, and takes the cheapest result. If three times the fleet is hardly better, none meets the objective:
+then the plan is the smallest fleet that comes within CLOSE of the best. The next searches go by this, and check with
+three times the fleet whether it is still so. If the current fleet meets it, the search
+removes nodes: 1, 2, 4, 8, …
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ LARGER: Final = 1.5
 CLEARLY_MET: Final = 0.7
 CLEARLY_MISSED: Final = 1.4
 """Excess, relative to the target, of replays that need not be repeated with about the same load."""
-RISING: Final = 1.25
+RISING: Final = 1.5
 MIN_SIMULATED: Final = 0.75
 """Of a simulated node: a fleet for which the sample has less work is not replayed, unless it is one node smaller."""
 MAX_SAMPLES: Final = 10
@@ -119,12 +118,12 @@ def _sample(
     """Return a sample, and the load to expect relative to it. The sample has so few requests that a replay with the
     highest load has at most `max_requests`. `may_remove`: whether smaller fleets are replayed, with more load."""
     nodes, most = max(1, len(request.nodes)), float(request.max_requests)
-    expected = forecast(recorded, until_ms, request.lead_s, request.share, None, request.window_s)
+    expected = forecast(recorded, until_ms, request.lead_s, request.share)
     highest = _highest_load(expected, request.margin, may_remove)
     found: tuple[Sample, Forecast] | None = None
     for _ in range(MAX_SAMPLES):
         sample = thinned(recorded, until_ms, nodes, request.share, max(1, int(most / highest)))
-        expected = forecast(recorded, until_ms, request.lead_s, request.share, sample.from_ms, request.window_s)
+        expected = forecast(recorded, until_ms, request.lead_s, request.share, sample.from_ms)
         sizes = range(_smallest_fleet(nodes, sample.share) if may_remove else nodes, 2 * nodes + 1)
         rounded_up = max(simulated_nodes(size, sample.share) / (size * sample.share) for size in sizes)
         assumed, highest = highest, _highest_load(expected, request.margin, may_remove) * rounded_up
@@ -268,15 +267,9 @@ class _Search:
                 tried[added] = self._run((*nodes, *[offer.node] * added), load, offer)
             return tried[added]
 
-        most = min(offer.most, 2 * max(1, len(nodes)))
-        target = self._target
-        if run(most).excess <= target:
-            target = max(target, CLOSE * tried[most].excess)
-            if current is not None and current.excess <= target:
-                return None  # more nodes would hardly help
         low, added = 0, 1
         before = current
-        while run(added).excess > max(target, self._target):
+        while run(added).excess > self._target:
             if added >= offer.most or self._late:
                 break
             low = added
@@ -288,10 +281,10 @@ class _Search:
                 if current is not None and current.excess <= self._target:
                     return None
                 low = 0
-        high, target = added, max(target, self._target)
-        while high - low > 1 and tried[high].excess <= target and not self._late:
+        high = added
+        while high - low > 1 and tried[high].excess <= self._target and not self._late:
             middle = (low + high) // 2
-            if run(middle).excess <= target:
+            if run(middle).excess <= self._target:
                 high = middle
             else:
                 low = middle

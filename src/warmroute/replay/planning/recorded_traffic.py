@@ -143,13 +143,13 @@ class Forecast(msgspec.Struct, frozen=True):
 
 def forecast(
     requests: Sequence[RecordedRequest], until_ms: float, lead_s: float, share: float = 1.0,
-    from_ms: float | None = None, window_s: float = 0.0,
+    from_ms: float | None = None,
 ) -> Forecast:  # fmt: skip
     """Expect the arrivals of the last MEASURED_SHARE of the recorded time, and those of its last RECENT_SHARE as far as
     chance does not explain the difference; or those `lead_s` after it by a line through all of it, if it rises and they
     are more. So a rise counts before it has happened, a fall afterwards. `share`: the fraction of the fleet's requests
     that was recorded. `from_ms`: where the sample's measured part begins, if it does not have all of the recorded
-    time. `window_s`: how much is recorded at most. Chance is that of RECENT_SHARE of it, also while there is less."""
+    time."""
     first_ms = requests[0].at_ms
     if until_ms <= first_ms:
         return Forecast()
@@ -167,8 +167,7 @@ def forecast(
         measured = _arrivals_since(requests, from_ms) / max(1.0, until_ms - from_ms)
         growth *= min(MAX_GROWTH, max(1.0 / MAX_GROWTH, usual / measured)) if measured else 1.0
     falls = line < 1.0 and change < 0.0
-    by_chance *= (share * min(1.0, recorded_ms / 1000.0 / max(1.0, window_s))) ** 0.5 if window_s else share**0.5
-    return Forecast(growth, min(MAX_CHANCE, by_chance) if not falls else 0.0, line > 1.0)
+    return Forecast(growth, min(MAX_CHANCE, by_chance * share**0.5) if not falls else 0.0, line > 1.0)
 
 
 def _arrivals_since(requests: Sequence[RecordedRequest], since_ms: float) -> int:
