@@ -66,6 +66,9 @@ def test_a_stream_that_hangs_raises_the_estimate_within_bounds() -> None:
     assert lengths.expected("m", "") == MAX_RAISED_TOKENS
     lengths.stream_ended("m", 1.0, 100_001.0)
     assert lengths.expected("m", "") == DEFAULT_TOKENS
+    speed.mean_ms = 0.0
+    lengths.stream_began("m", speed, 100_010.0)
+    assert lengths.expected("m", "") == MAX_RAISED_TOKENS
 
 
 def test_a_ticket_counts_its_stream_once_and_until_it_is_closed() -> None:

@@ -19,6 +19,8 @@ WEIGHT: Final = 0.05
 ENOUGH: Final = 20
 MAX_RAISED_TOKENS: Final = 4096.0
 """Streams under way raise the estimate to at most this: one of them may hang."""
+MIN_STEP_MS: Final = 0.1
+"""Learned times of a step may be absurd."""
 MAX_AVERAGES: Final = 4096
 """Limit of averages by model, and of averages by model and tenant. Beyond it, a model's average counts."""
 
@@ -39,7 +41,7 @@ class _UnderWay:
         if not self.count:
             return 0.0
         mean_s = self.at_s - self.first_tokens_s / self.count
-        return min(MAX_RAISED_TOKENS, 1000.0 * mean_s / self.decode_speed.mean_ms)
+        return min(MAX_RAISED_TOKENS, 1000.0 * mean_s / max(MIN_STEP_MS, self.decode_speed.mean_ms))
 
 
 class OutputLengthEstimate:
