@@ -78,6 +78,16 @@ class ReplayedFleet(msgspec.Struct, kw_only=True, frozen=True):
         return self.nodes, self.usd_per_hour, self.offer, self.arrivals_per_s, self.tokens_per_s
 
 
+def mean_of(one: ReplayedFleet, other: ReplayedFleet) -> ReplayedFleet:
+    """Return the means of two replays of the same fleet."""
+    times = "ttft_p50_ms", "ttft_p90_ms", "ttft_p99_ms", "inter_token_p90_ms"
+    means = {}
+    for name in (*times, "good_ratio", "hit_ratio", "excess"):
+        values = [value for value in (getattr(one, name), getattr(other, name)) if value is not None]
+        means[name] = sum(values) / len(values) if values else None
+    return msgspec.structs.replace(one, **means)
+
+
 class PlanRequest(msgspec.Struct, kw_only=True):
     nodes: tuple[FleetNode, ...]
     """Serving and pending ones. The last `removable` of them may be removed, the very last one first."""
@@ -120,6 +130,8 @@ class FleetPlan(msgspec.Struct, kw_only=True):
     """What more nodes than needed would reach."""
     target_excess: float = 1.0
     """Above 1 if no fleet meets the objective: then the plan is the smallest fleet that comes close to the best."""
+    is_close_enough: bool = False
+    """Whether a larger fleet would meet the target, and is hardly better than the chosen one."""
     growth: float = 1.0
     """Expected arrivals when a node that is requested now would serve, relative to the recorded traffic."""
     chance: float = 0.0
@@ -180,6 +192,8 @@ class FleetPlan(msgspec.Struct, kw_only=True):
             parts.append(_saving(chosen, self.larger))
         if self.target_excess > 1.0:
             parts.append("no fleet meets the objective: more nodes would hardly help")
+        elif self.is_close_enough:
+            parts.append("more nodes would hardly help")
         elif chosen.excess > 1.0:
             parts.append("the limits allow no fleet that meets the objective")
         return "; ".join(parts)

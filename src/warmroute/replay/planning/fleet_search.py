@@ -9,8 +9,11 @@ has to hold RISING times the load to remove nodes.
 If the current fleet does not meet the objective, the search doubles the number of added nodes of each offer until it
 does, then bisects, and takes the cheapest result. If three times the fleet is hardly better, none meets the objective:
 then the plan is the smallest fleet that comes within CLOSE of the best. The next searches go by this, and check with
-three times the fleet whether it is still so. If the current fleet meets it, the search
-removes nodes: 1, 2, 4, 8, …
+three times the fleet whether it is still so. A fleet that comes within TOLERATED of the target is large enough if a
+larger one is hardly better (MIN_GAIN). If the current fleet meets the objective, the search removes nodes: 1, 2, 4, 8,
+…
+
+A fleet that misses its limit narrowly is replayed twice, with other copies of conversations, and the mean counts.
 """
 
 from __future__ import annotations
@@ -38,6 +41,7 @@ from warmroute.scaling.fleet_plan import (
     OfferedNode,
     PlanRequest,
     ReplayedFleet,
+    mean_of,
     too_little_traffic,
 )
 from warmroute.scaling.offer import OfferKey
@@ -48,6 +52,8 @@ MAX_OFFERS: Final = 3
 MIN_IMPROVEMENT: Final = 0.05
 """More nodes have hardly helped if they lower the excess by less than this fraction."""
 CLOSE: Final = 1.15
+MUCH_CLOSER: Final = 0.85
+"""Where no fleet meets the objective, the next searches go by a new target if it is below this fraction of the last."""
 LARGER: Final = 1.5
 CLEARLY_MET: Final = 0.7
 CLEARLY_MISSED: Final = 1.4
@@ -61,6 +67,13 @@ NEARLY: Final = 0.9
 SPARE_EXCESS: Final = 0.85
 """What is left of the fleet has to stay below this fraction of the objective, so that noise does not remove a node that
 the next search adds again."""
+NARROWLY: Final = 1.15
+"""A fleet that misses its limit by less than this factor is replayed again, with other copies, and the mean counts:
+searches are many, and each could buy a node, or keep one, by chance."""
+TOLERATED: Final = 1.1
+MIN_GAIN: Final = 1.15
+"""A fleet that misses the target by less than TOLERATED is large enough if more nodes would lower the excess by less
+than MIN_GAIN: then prompts of the last minutes are long, and a larger fleet does not prefill them faster."""
 
 
 def plan_fleet(
@@ -166,6 +179,8 @@ class _Search:
         self._start_s = cpu_s()
         self._fleets: list[ReplayedFleet] = []
         self._target = max(1.0, request.target_excess)
+        self._is_close_enough = False
+        """Whether a larger fleet was not worth its price."""
 
     @property
     def _late(self) -> bool:
@@ -177,13 +192,14 @@ class _Search:
         growth, chance, margin = self._expected.growth, self._expected.chance, request.margin
         plan = FleetPlan(nodes=len(nodes), growth=growth, chance=chance, margin=margin)
         up = plan.load
-        current = self._run(nodes, up) if nodes else None
+        current = self._run(nodes, up, limit=self._target) if nodes else None
         if self._target > 1.0 and current is not None:
             self._check_target(current, up)
         if current is None or current.excess > self._target:
             chosen = self._cheapest_addition(current, up)
-            if chosen is not None:
+            if chosen is not None and (current is None or self._is_worth(chosen, current)):
                 plan.add, plan.offer = chosen.nodes - len(nodes), chosen.offer
+            plan.is_close_enough = self._is_close_enough
         else:
             plan.spare = self._spare(_load_to_remove(self._expected, margin))
         if request.predict_current and nodes:
@@ -196,13 +212,18 @@ class _Search:
         plan.cpu_s = self._cpu_s() - self._start_s
         return plan
 
-    def _run(self, nodes: Sequence[FleetNode], load: float, offer: OfferedNode | None = None) -> ReplayedFleet:
+    def _run(
+        self, nodes: Sequence[FleetNode], load: float, offer: OfferedNode | None = None, *, limit: float = 0.0
+    ) -> ReplayedFleet:
+        """`limit`: the excess that decides, if a narrow miss is to be replayed again."""
         key = offer.offer if offer is not None else None
         known = self._known(nodes, load, key)
         if known is not None:
             fleet = msgspec.structs.replace(known, load=known.arrivals_per_s / max(1e-9, self._replay.arrivals_per_s))
         else:
             fleet = self._replay.run(nodes, load, key)
+            if limit < fleet.excess < NARROWLY * limit and not self._late:
+                fleet = mean_of(fleet, self._replay.run(nodes, load, key, turn=1))
         self._fleets.append(fleet)
         return fleet
 
@@ -231,7 +252,7 @@ class _Search:
             best = self._run((*nodes, *[offer.node] * min(offer.most, 2 * len(nodes))), load, offer)
         if best.excess <= 1.0:
             self._target = 1.0
-        elif CLOSE * best.excess < SPARE_EXCESS * self._target:
+        elif CLOSE * best.excess < MUCH_CLOSER * self._target:
             self._target = CLOSE * best.excess
 
     def _cheapest_addition(self, current: ReplayedFleet | None, load: float) -> ReplayedFleet | None:
@@ -245,6 +266,12 @@ class _Search:
             if found is not None and (best is None or self._is_better(found, best)):
                 best = found
         return best
+
+    def _is_worth(self, larger: ReplayedFleet, fleet: ReplayedFleet) -> bool:
+        """Return whether the larger of two fleets is so much better that it is worth its price."""
+        is_worth = fleet.excess > TOLERATED * self._target or fleet.excess >= MIN_GAIN * larger.excess
+        self._is_close_enough = self._is_close_enough or not is_worth
+        return is_worth
 
     def _is_better(self, one: ReplayedFleet, other: ReplayedFleet) -> bool:
         meets, other_meets = one.excess <= self._target, other.excess <= self._target
@@ -264,7 +291,7 @@ class _Search:
 
         def run(added: int) -> ReplayedFleet:
             if added not in tried:
-                tried[added] = self._run((*nodes, *[offer.node] * added), load, offer)
+                tried[added] = self._run((*nodes, *[offer.node] * added), load, offer, limit=self._target)
             return tried[added]
 
         low, added = 0, 1
@@ -288,7 +315,11 @@ class _Search:
                 high = middle
             else:
                 low = middle
-        return tried[high]
+        chosen = tried[high]
+        for smaller in sorted((one for one in tried.values() if one.nodes < chosen.nodes), key=lambda one: one.nodes):
+            if not self._is_worth(chosen, smaller):
+                return smaller
+        return chosen
 
     def _spare(self, load: float) -> int:
         """Return how many nodes the fleet could do without."""
@@ -296,7 +327,8 @@ class _Search:
         most = min(request.removable, len(request.nodes) - self._smallest)
         removed = 1
         while removed <= most and not self._late:
-            if self._run(request.nodes[:-removed], load).excess > SPARE_EXCESS * self._target:
+            limit = SPARE_EXCESS * self._target
+            if self._run(request.nodes[:-removed], load, limit=limit).excess > limit:
                 break
             spare, removed = removed, 2 * removed
         return spare

@@ -41,12 +41,12 @@ class OtherLoads:
         """In an order that has nothing to do with their times."""
         self._shared: set[int] | None = None
 
-    def prompts(self, load: float) -> tuple[list[WorkloadPrompt], int]:
+    def prompts(self, load: float, turn: int = 0) -> tuple[list[WorkloadPrompt], int]:
         """Return `load` times as many requests in the order of their arrival, and how many come before the measured
-        part."""
+        part. In another turn, copies come at other times."""
         sample = self._sample
         first_ms, wanted = sample.requests[0].at_ms, round(load * len(sample.requests))
-        requests = self._fewer(wanted) if load < 1.0 else self._more(wanted)
+        requests = self._fewer(wanted) if load < 1.0 else self._more(wanted, turn)
         requests.sort(key=lambda one: one.at_ms)
         warm_up = sum(one.at_ms < sample.from_ms for one in requests)
         return [_sent_at(one.prompt, one.at_ms - first_ms) for one in requests], warm_up
@@ -57,23 +57,23 @@ class OtherLoads:
             kept += turns[: wanted - len(kept)]
         return kept
 
-    def _more(self, wanted: int) -> list[RecordedRequest]:
+    def _more(self, wanted: int, turn: int) -> list[RecordedRequest]:
         requests = list(self._sample.requests)
         number = 0
         while len(requests) < wanted:
             number += 1
             for turns in self._conversations:
-                requests += self._copy(turns[: wanted - len(requests)], number)
+                requests += self._copy(turns[: wanted - len(requests)], number, turn)
         return requests
 
-    def _copy(self, turns: Sequence[RecordedRequest], number: int) -> list[RecordedRequest]:
+    def _copy(self, turns: Sequence[RecordedRequest], number: int, turn: int) -> list[RecordedRequest]:
         """Return the turns at other times within the recorded time, with content of their own."""
         if not turns:
             return []
         if self._shared is None:
             self._shared = _shared_blocks(self._sample.requests, self._block_size)
         first_ms, until_ms = self._sample.complete_from_ms, self._sample.until_ms
-        chance = mix64(turns[0].conversation, 2 + number) % _HASHES / _HASHES
+        chance = mix64(turns[0].conversation, 2 + number + (turn << 32)) % _HASHES / _HASHES
         span_ms = until_ms - first_ms
         shift_ms = (2.0 * chance - 1.0) * MAX_SHIFT * span_ms
         if first_ms <= turns[-1].at_ms < first_ms - shift_ms:  # all of them would go to the end
