@@ -36,7 +36,7 @@ class Formula:
         self.replays = self.requests = 0
 
     def run(
-        self, nodes: Sequence[FleetNode], load: float, offer: OfferKey | None = None, turn: int = 0
+        self, nodes: Sequence[FleetNode], load: float, offer: OfferKey | None = None, variant: int = 0
     ) -> ReplayedFleet:
         per_s = load * self.arrivals_per_s
         return ReplayedFleet(

@@ -56,14 +56,14 @@ class FleetReplay:
         self.replays = self.requests = 0
 
     def run(
-        self, nodes: Sequence[FleetNode], load: float, offer: OfferKey | None = None, turn: int = 0
+        self, nodes: Sequence[FleetNode], load: float, offer: OfferKey | None = None, variant: int = 0
     ) -> ReplayedFleet:
-        """Replay the sample with `load` times the recorded arrivals on these nodes. In another turn, what is more than
-        recorded comes at other times, and the router's random choices differ."""
+        """Replay the sample with `load` times the recorded arrivals on these nodes. In another variant, other
+        conversations are copied or left out, copies come at other times, and the router's random choices differ."""
         sample, request = self._sample, self._request
         count = simulated_nodes(len(nodes), sample.share)
         simulated = [nodes[at * len(nodes) // count] for at in range(count)]
-        prompts, warm_up = self._loads.prompts(load * count / (len(nodes) * sample.share), turn)
+        prompts, warm_up = self._loads.prompts(load * count / (len(nodes) * sample.share), variant)
         config = msgspec.structs.replace(request.router, index=Index(memory_bytes=INDEX_BYTES))
         islands = {name: Island(round_trip_ms) for name, round_trip_ms in request.round_trip_ms.items()}
         specs = [
@@ -77,7 +77,7 @@ class FleetReplay:
             for at, node in enumerate(simulated)
         ]
         conditions = Conditions(
-            seed=1 + turn, islands=islands, poll_interval_s=POLL_INTERVAL_S, stale_s=5 * POLL_INTERVAL_S
+            seed=1 + variant, islands=islands, poll_interval_s=POLL_INTERVAL_S, stale_s=5 * POLL_INTERVAL_S
         )
         world = World(specs, conditions, config)
         self.replays += 1

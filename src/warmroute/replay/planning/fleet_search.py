@@ -9,9 +9,9 @@ has to hold RISING times the load to remove nodes.
 If the current fleet does not meet the objective, the search doubles the number of added nodes of each offer until it
 does, then bisects, and takes the cheapest result. If three times the fleet is hardly better, none meets the objective:
 then the plan is the smallest fleet that comes within CLOSE of the best. The next searches go by this, and check with
-three times the fleet whether it is still so. A fleet that comes within TOLERATED of the target is large enough if a
-larger one is hardly better (MIN_GAIN). If the current fleet meets the objective, the search removes nodes: 1, 2, 4, 8,
-…
+three times the fleet whether it is still so. If the current fleet misses the objective narrowly (TOLERATED) and the one
+that meets it is hardly better (MIN_GAIN), nothing is added. If the current fleet meets the objective, the search
+removes nodes: 1, 2, 4, 8, …
 
 A fleet that misses its limit narrowly is replayed twice, with other copies of conversations, and the mean counts.
 """
@@ -52,6 +52,7 @@ MAX_OFFERS: Final = 3
 MIN_IMPROVEMENT: Final = 0.05
 """More nodes have hardly helped if they lower the excess by less than this fraction."""
 CLOSE: Final = 1.15
+"""Where no fleet meets the objective, one is large enough if its excess is within this factor of the best."""
 MUCH_CLOSER: Final = 0.85
 """Where no fleet meets the objective, the next searches go by a new target if it is below this fraction of the last."""
 LARGER: Final = 1.5
@@ -72,8 +73,8 @@ NARROWLY: Final = 1.15
 searches are many, and each could buy a node, or keep one, by chance."""
 TOLERATED: Final = 1.1
 MIN_GAIN: Final = 1.15
-"""A fleet that misses the target by less than TOLERATED is large enough if more nodes would lower the excess by less
-than MIN_GAIN: then prompts of the last minutes are long, and a larger fleet does not prefill them faster."""
+"""A fleet that misses the objective by less than TOLERATED gets no more nodes if these divide the excess by less than
+MIN_GAIN, and by less than the factor by which the fleet would cost more."""
 
 
 def plan_fleet(
@@ -179,8 +180,6 @@ class _Search:
         self._start_s = cpu_s()
         self._fleets: list[ReplayedFleet] = []
         self._target = max(1.0, request.target_excess)
-        self._is_close_enough = False
-        """Whether a larger fleet was not worth its price."""
 
     @property
     def _late(self) -> bool:
@@ -190,16 +189,16 @@ class _Search:
     def run(self) -> FleetPlan:
         request, nodes = self._request, self._request.nodes
         growth, chance, margin = self._expected.growth, self._expected.chance, request.margin
-        plan = FleetPlan(nodes=len(nodes), growth=growth, chance=chance, margin=margin)
+        plan = FleetPlan(nodes=len(nodes), growth=growth, chance=chance, margin=margin, rises=self._expected.rises)
         up = plan.load
-        current = self._run(nodes, up, limit=self._target) if nodes else None
+        current = self._run(nodes, up, limit=1.0) if nodes else None
         if self._target > 1.0 and current is not None:
             self._check_target(current, up)
         if current is None or current.excess > self._target:
             chosen = self._cheapest_addition(current, up)
-            if chosen is not None and (current is None or self._is_worth(chosen, current)):
+            plan.is_close_enough = chosen is not None and current is not None and self._is_close(current, chosen)
+            if chosen is not None and not plan.is_close_enough:
                 plan.add, plan.offer = chosen.nodes - len(nodes), chosen.offer
-            plan.is_close_enough = self._is_close_enough
         else:
             plan.spare = self._spare(_load_to_remove(self._expected, margin))
         if request.predict_current and nodes:
@@ -223,7 +222,8 @@ class _Search:
         else:
             fleet = self._replay.run(nodes, load, key)
             if limit < fleet.excess < NARROWLY * limit and not self._late:
-                fleet = mean_of(fleet, self._replay.run(nodes, load, key, turn=1))
+                again = self._replay.run(nodes, load, key, variant=1)
+                fleet = mean_of(fleet, again, self._request.objective)
         self._fleets.append(fleet)
         return fleet
 
@@ -267,11 +267,14 @@ class _Search:
                 best = found
         return best
 
-    def _is_worth(self, larger: ReplayedFleet, fleet: ReplayedFleet) -> bool:
-        """Return whether the larger of two fleets is so much better that it is worth its price."""
-        is_worth = fleet.excess > TOLERATED * self._target or fleet.excess >= MIN_GAIN * larger.excess
-        self._is_close_enough = self._is_close_enough or not is_worth
-        return is_worth
+    def _is_close(self, current: ReplayedFleet, chosen: ReplayedFleet) -> bool:
+        """Return whether the current fleet misses the objective narrowly, and the one that meets it is hardly better,
+        also for what it costs more."""
+        if self._target > 1.0 or chosen.excess > 1.0 or current.excess > TOLERATED:
+            return False
+        usd = current.usd_per_hour
+        cost = chosen.usd_per_hour / usd if usd > 0 else chosen.nodes / current.nodes
+        return current.excess < min(MIN_GAIN, cost) * chosen.excess
 
     def _is_better(self, one: ReplayedFleet, other: ReplayedFleet) -> bool:
         meets, other_meets = one.excess <= self._target, other.excess <= self._target
@@ -315,11 +318,7 @@ class _Search:
                 high = middle
             else:
                 low = middle
-        chosen = tried[high]
-        for smaller in sorted((one for one in tried.values() if one.nodes < chosen.nodes), key=lambda one: one.nodes):
-            if not self._is_worth(chosen, smaller):
-                return smaller
-        return chosen
+        return tried[high]
 
     def _spare(self, load: float) -> int:
         """Return how many nodes the fleet could do without."""
