@@ -35,7 +35,9 @@ class Formula:
         self.arrivals_per_s, self.tokens_per_s = sample.arrivals_per_s, sample.tokens_per_s
         self.replays = self.requests = 0
 
-    def run(self, nodes: Sequence[FleetNode], load: float, offer: OfferKey | None = None) -> ReplayedFleet:
+    def run(
+        self, nodes: Sequence[FleetNode], load: float, offer: OfferKey | None = None, variant: int = 0
+    ) -> ReplayedFleet:
         per_s = load * self.arrivals_per_s
         return ReplayedFleet(
             nodes=len(nodes),

@@ -213,8 +213,8 @@ def test_no_replay_has_more_requests_than_configured(
     counts: list[int] = []
 
     class Counted(OtherLoads):
-        def prompts(self, load: float) -> tuple[list[WorkloadPrompt], int]:
-            found = super().prompts(load)
+        def prompts(self, load: float, variant: int = 0) -> tuple[list[WorkloadPrompt], int]:
+            found = super().prompts(load, variant)
             counts.append(len(found[0]))
             return found
 

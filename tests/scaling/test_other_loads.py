@@ -103,6 +103,14 @@ def test_less_load_has_whole_conversations() -> None:
     assert sum(count == TURNS for count in turns.values()) == 30
 
 
+@pytest.mark.parametrize("load", [0.5, 1.5])
+def test_another_variant_has_as_many_requests_of_other_conversations(load: float) -> None:
+    loads = OtherLoads(chats(), BLOCK)
+    one, other = ([prompt.session for prompt in loads.prompts(load, variant)[0]] for variant in (0, 1))
+    assert len(one) == len(other)
+    assert Counter(one) != Counter(other)
+
+
 def test_copies_share_only_what_conversations_share() -> None:
     prompts, _ = OtherLoads(chats(), BLOCK).prompts(2.6)
     first = {one.session: hashes(one) for one in prompts if one.prompt_tokens == SYSTEM_TOKENS + TURN_TOKENS}

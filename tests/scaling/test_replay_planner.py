@@ -123,6 +123,22 @@ def test_searches_that_start_early_keep_a_distance() -> None:
         planning.wait(400.0, 9.0)
 
 
+@pytest.mark.parametrize(
+    ("rises", "excess", "target", "searches"),
+    [(True, 0.9, 1.0, 1), (True, 0.7, 1.0, 0), (False, 0.9, 1.0, 0), (True, 1.2, 1.0, 0), (True, 0.9, 2.0, 0)],
+)
+def test_while_the_load_rises_a_fleet_that_is_only_just_large_enough_is_searched_for_soon(
+    rises: bool, excess: float, target: float, searches: int
+) -> None:
+    planning = Planning(Scaling(enabled=True, replay=ScalingReplay(interval_s=1000.0, window_s=3000.0)))
+    assert planning.wait(5.0, 2.0) == 1
+    fleet = ReplayedFleet(nodes=4, usd_per_hour=8.0, excess=excess)
+    plan = FleetPlan(nodes=4, arrivals_per_s=2.0, rises=rises, margin=0.5, fleets=(fleet,), target_excess=target)
+    planning.runner.done(plan, "")
+    assert planning.wait(390.0, 2.0) == 0
+    assert planning.wait(100.0, 2.0) == searches
+
+
 def test_a_plan_counts_until_it_is_old(planning: Planning) -> None:
     assert planning.plan is None
     planning.search(add=2)

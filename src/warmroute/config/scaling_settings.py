@@ -81,7 +81,10 @@ class ScalingReplay(Section, frozen=True):
     ] = True
     interval_s: Annotated[
         Seconds,
-        Meta(description="Time between two searches. If more requests arrive than expected, a fifth of it."),
+        Meta(
+            description="Time between two searches. If more requests arrive than expected, a fifth of it; if the load "
+            "rises and the fleet is only just large enough, two fifths."
+        ),
     ] = 300.0
     window_s: Annotated[Seconds, Meta(description="How much of the recent traffic is replayed.")] = 1800.0
     max_requests: Annotated[int, Meta(ge=100, le=100_000, description="Maximum number of requests in one replay.")] = (

@@ -78,6 +78,23 @@ class ReplayedFleet(msgspec.Struct, kw_only=True, frozen=True):
         return self.nodes, self.usd_per_hour, self.offer, self.arrivals_per_s, self.tokens_per_s
 
 
+def mean_of(one: ReplayedFleet, other: ReplayedFleet, objective: Objective) -> ReplayedFleet:
+    """Return the means of two replays of the same fleet. Where one of them misses the objective by more than its values
+    say (it was stopped, or lost requests), the larger excess counts."""
+    means: dict[str, float | None] = {}
+    for name in ("ttft_p50_ms", "ttft_p90_ms", "ttft_p99_ms", "inter_token_p90_ms", "good_ratio", "hit_ratio"):
+        values = [value for value in (getattr(one, name), getattr(other, name)) if value is not None]
+        means[name] = sum(values) / len(values) if values else None
+    fleet = msgspec.structs.replace(one, **means)
+    is_worse = any(replayed.excess > 1.001 * _excess_of(replayed, objective) for replayed in (one, other))
+    worst = max(one.excess, other.excess)
+    return msgspec.structs.replace(fleet, excess=worst if is_worse else _excess_of(fleet, objective))
+
+
+def _excess_of(fleet: ReplayedFleet, objective: Objective) -> float:
+    return excess(objective, fleet.ttft_p90_ms, fleet.ttft_p99_ms, fleet.inter_token_p90_ms, fleet.good_ratio)
+
+
 class PlanRequest(msgspec.Struct, kw_only=True):
     nodes: tuple[FleetNode, ...]
     """Serving and pending ones. The last `removable` of them may be removed, the very last one first."""
@@ -120,6 +137,10 @@ class FleetPlan(msgspec.Struct, kw_only=True):
     """What more nodes than needed would reach."""
     target_excess: float = 1.0
     """Above 1 if no fleet meets the objective: then the plan is the smallest fleet that comes close to the best."""
+    is_close_enough: bool = False
+    """Whether a larger fleet would meet the objective, and is hardly better than the current one."""
+    rises: bool = False
+    """Whether the load rises more than chance explains."""
     growth: float = 1.0
     """Expected arrivals when a node that is requested now would serve, relative to the recorded traffic."""
     chance: float = 0.0
@@ -176,10 +197,13 @@ class FleetPlan(msgspec.Struct, kw_only=True):
         smaller = self.fleet(chosen.nodes - 1)
         if smaller is not None:
             parts.append(f"{self._named(smaller)}: {describe(smaller, objective)}")
-        if self.larger is not None and _same(chosen.arrivals_per_s, self.larger.arrivals_per_s):
-            parts.append(_saving(chosen, self.larger))
+        larger = self.larger if not self.is_close_enough else None
+        if larger is not None and _same(chosen.arrivals_per_s, larger.arrivals_per_s):
+            parts.append(_saving(chosen, larger))
         if self.target_excess > 1.0:
             parts.append("no fleet meets the objective: more nodes would hardly help")
+        elif self.is_close_enough:
+            parts.append("the smallest fleet that meets the objective is hardly better")
         elif chosen.excess > 1.0:
             parts.append("the limits allow no fleet that meets the objective")
         return "; ".join(parts)

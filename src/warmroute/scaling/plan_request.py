@@ -26,7 +26,8 @@ MAX_CONTEXT_STEPS: Final = 6.0
 as large as the weights. With short answers the learned slope is mostly the prefills between tokens, and too high."""
 MIN_CPU_S: Final = 5.0
 MIN_INTERVALS: Final = 0.2
-"""While the load rises, a search starts this many times `scaling.replay.interval_s` after the last one."""
+"""If more requests arrive than expected, a search starts this many times `scaling.replay.interval_s` after the last
+one."""
 MAX_INTERVALS: Final = 1.5
 """A search takes at most this many times `scaling.replay.interval_s`."""
 MAX_NODES: Final = 512

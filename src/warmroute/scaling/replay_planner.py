@@ -2,12 +2,12 @@
 
 A search starts every `scaling.replay.interval_s`, if the last one has ended and there is enough recorded traffic (100
 requests, and MIN_RECORDED_S of time), and earlier if more requests arrive than the last plan allows for, margin and
-chance included. Its plan counts for MAX_AGE_INTERVALS intervals. Nodes are spare that no plan wanted for as long as
-arrivals count as those of now, without a gap between the plans. Now and then the search also replays the traffic as it
-was on the fleet as it is, and the planner compares the predicted TTFT and time between tokens with the observed ones.
-If one of those that the objective limits differs by more than MAX_ERROR several times in a row, the autoscaler goes by
-thresholds until they agree again. So it does without a plan: at the start, with little traffic, or if the searching
-process fails.
+chance included, or if the load rises and the fleet was only just large enough. Its plan counts for MAX_AGE_INTERVALS
+intervals. Nodes are spare that no plan wanted for as long as arrivals count as those of now, without a gap between the
+plans. Now and then the search also replays the traffic as it was on the fleet as it is, and the planner compares the
+predicted TTFT and time between tokens with the observed ones. If one of those that the objective limits differs by more
+than MAX_ERROR several times in a row, the autoscaler goes by thresholds until they agree again. So it does without a
+plan: at the start, with little traffic, or if the searching process fails.
 """
 
 from __future__ import annotations
@@ -58,6 +58,10 @@ TTFT_P90: Final = "TTFT p90"
 MIN_STAY: Final = 0.9
 """Plans of less time than this fraction of the time whose arrivals they expect again (RECENT_SHARE) make no node
 spare."""
+SOON_INTERVALS: Final = 0.4
+ONLY_JUST: Final = 0.8
+"""If the load rises, and the excess of the planned fleet is above ONLY_JUST, the next search starts after
+SOON_INTERVALS times the interval: a node takes minutes to start."""
 RECENT_S: Final = 300.0
 """Arrivals of this time start a search early."""
 KNOWN_S: Final = 900.0
@@ -174,8 +178,8 @@ class ReplayPlanner:
     def turn(self, now_s: float, serving: int, create_request: Callable[[], PlanRequest]) -> None:
         """Start a search if it is time."""
         replay = self.config.replay
-        grows = self._grows(now_s)
-        if self._running or now_s - self._started_s < replay.interval_s * (MIN_INTERVALS if grows else 1.0):
+        intervals = MIN_INTERVALS if self._grows(now_s) else SOON_INTERVALS if self._is_only_just_enough() else 1.0
+        if self._running or now_s - self._started_s < replay.interval_s * intervals:
             return
         recorded, recorded_s = self._runner.recorded, self._runner.recorded_s
         least_s = min(MIN_RECORDED_S, MIN_RECORDED_SHARE * replay.window_s)
@@ -215,6 +219,14 @@ class ReplayPlanner:
         if plan is None or plan.skipped or now_s - arrived[0][0] < 0.9 * RECENT_S:
             return False
         return self._arrivals_per_s(now_s - RECENT_S, now_s) > self._expected_per_s
+
+    def _is_only_just_enough(self) -> bool:
+        """Return whether the load rises, and the fleet is only just large enough for what the last plan expected."""
+        plan = self._plan
+        if plan is None or plan.skipped or self._failing or not plan.rises or plan.target_excess > 1.0 or plan.spare:
+            return False
+        fleet = plan.fleet(plan.desired_nodes)
+        return fleet is not None and ONLY_JUST < fleet.excess <= 1.0
 
     def _arrivals_per_s(self, since_s: float, until_s: float) -> float:
         """Return what the meter counted between two times, as far as they are known."""

@@ -55,12 +55,15 @@ class FleetReplay:
         self.arrivals_per_s, self.tokens_per_s = sample.arrivals_per_s, sample.tokens_per_s
         self.replays = self.requests = 0
 
-    def run(self, nodes: Sequence[FleetNode], load: float, offer: OfferKey | None = None) -> ReplayedFleet:
-        """Replay the sample with `load` times the recorded arrivals on these nodes."""
+    def run(
+        self, nodes: Sequence[FleetNode], load: float, offer: OfferKey | None = None, variant: int = 0
+    ) -> ReplayedFleet:
+        """Replay the sample with `load` times the recorded arrivals on these nodes. In another variant, other
+        conversations are copied or left out, copies come at other times, and the router's random choices differ."""
         sample, request = self._sample, self._request
         count = simulated_nodes(len(nodes), sample.share)
         simulated = [nodes[at * len(nodes) // count] for at in range(count)]
-        prompts, warm_up = self._loads.prompts(load * count / (len(nodes) * sample.share))
+        prompts, warm_up = self._loads.prompts(load * count / (len(nodes) * sample.share), variant)
         config = msgspec.structs.replace(request.router, index=Index(memory_bytes=INDEX_BYTES))
         islands = {name: Island(round_trip_ms) for name, round_trip_ms in request.round_trip_ms.items()}
         specs = [
@@ -73,7 +76,9 @@ class FleetReplay:
             )
             for at, node in enumerate(simulated)
         ]
-        conditions = Conditions(islands=islands, poll_interval_s=POLL_INTERVAL_S, stale_s=5 * POLL_INTERVAL_S)
+        conditions = Conditions(
+            seed=1 + variant, islands=islands, poll_interval_s=POLL_INTERVAL_S, stale_s=5 * POLL_INTERVAL_S
+        )
         world = World(specs, conditions, config)
         self.replays += 1
         hopeless = _Hopeless(world, request.objective, len(prompts) - warm_up)

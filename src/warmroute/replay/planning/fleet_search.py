@@ -9,8 +9,11 @@ has to hold RISING times the load to remove nodes.
 If the current fleet does not meet the objective, the search doubles the number of added nodes of each offer until it
 does, then bisects, and takes the cheapest result. If three times the fleet is hardly better, none meets the objective:
 then the plan is the smallest fleet that comes within CLOSE of the best. The next searches go by this, and check with
-three times the fleet whether it is still so. If the current fleet meets it, the search
+three times the fleet whether it is still so. If the current fleet misses the objective narrowly (TOLERATED) and the one
+that meets it is hardly better (MIN_GAIN), nothing is added. If the current fleet meets the objective, the search
 removes nodes: 1, 2, 4, 8, …
+
+A fleet that misses its limit narrowly is replayed twice, with other copies of conversations, and the mean counts.
 """
 
 from __future__ import annotations
@@ -38,6 +41,7 @@ from warmroute.scaling.fleet_plan import (
     OfferedNode,
     PlanRequest,
     ReplayedFleet,
+    mean_of,
     too_little_traffic,
 )
 from warmroute.scaling.offer import OfferKey
@@ -48,6 +52,9 @@ MAX_OFFERS: Final = 3
 MIN_IMPROVEMENT: Final = 0.05
 """More nodes have hardly helped if they lower the excess by less than this fraction."""
 CLOSE: Final = 1.15
+"""Where no fleet meets the objective, one is large enough if its excess is within this factor of the best."""
+MUCH_CLOSER: Final = 0.85
+"""Where no fleet meets the objective, the next searches go by a new target if it is below this fraction of the last."""
 LARGER: Final = 1.5
 CLEARLY_MET: Final = 0.7
 CLEARLY_MISSED: Final = 1.4
@@ -61,6 +68,13 @@ NEARLY: Final = 0.9
 SPARE_EXCESS: Final = 0.85
 """What is left of the fleet has to stay below this fraction of the objective, so that noise does not remove a node that
 the next search adds again."""
+NARROWLY: Final = 1.15
+"""A fleet that misses its limit by less than this factor is replayed again, with other copies, and the mean counts:
+searches are many, and each could buy a node, or keep one, by chance."""
+TOLERATED: Final = 1.1
+MIN_GAIN: Final = 1.15
+"""A fleet that misses the objective by less than TOLERATED gets no more nodes if these divide the excess by less than
+MIN_GAIN, and by less than the factor by which the fleet would cost more."""
 
 
 def plan_fleet(
@@ -175,14 +189,15 @@ class _Search:
     def run(self) -> FleetPlan:
         request, nodes = self._request, self._request.nodes
         growth, chance, margin = self._expected.growth, self._expected.chance, request.margin
-        plan = FleetPlan(nodes=len(nodes), growth=growth, chance=chance, margin=margin)
+        plan = FleetPlan(nodes=len(nodes), growth=growth, chance=chance, margin=margin, rises=self._expected.rises)
         up = plan.load
-        current = self._run(nodes, up) if nodes else None
+        current = self._run(nodes, up, limit=1.0) if nodes else None
         if self._target > 1.0 and current is not None:
             self._check_target(current, up)
         if current is None or current.excess > self._target:
             chosen = self._cheapest_addition(current, up)
-            if chosen is not None:
+            plan.is_close_enough = chosen is not None and current is not None and self._is_close(current, chosen)
+            if chosen is not None and not plan.is_close_enough:
                 plan.add, plan.offer = chosen.nodes - len(nodes), chosen.offer
         else:
             plan.spare = self._spare(_load_to_remove(self._expected, margin))
@@ -196,13 +211,19 @@ class _Search:
         plan.cpu_s = self._cpu_s() - self._start_s
         return plan
 
-    def _run(self, nodes: Sequence[FleetNode], load: float, offer: OfferedNode | None = None) -> ReplayedFleet:
+    def _run(
+        self, nodes: Sequence[FleetNode], load: float, offer: OfferedNode | None = None, *, limit: float = 0.0
+    ) -> ReplayedFleet:
+        """`limit`: the excess that decides, if a narrow miss is to be replayed again."""
         key = offer.offer if offer is not None else None
         known = self._known(nodes, load, key)
         if known is not None:
             fleet = msgspec.structs.replace(known, load=known.arrivals_per_s / max(1e-9, self._replay.arrivals_per_s))
         else:
             fleet = self._replay.run(nodes, load, key)
+            if limit < fleet.excess < NARROWLY * limit and not self._late:
+                again = self._replay.run(nodes, load, key, variant=1)
+                fleet = mean_of(fleet, again, self._request.objective)
         self._fleets.append(fleet)
         return fleet
 
@@ -231,7 +252,7 @@ class _Search:
             best = self._run((*nodes, *[offer.node] * min(offer.most, 2 * len(nodes))), load, offer)
         if best.excess <= 1.0:
             self._target = 1.0
-        elif CLOSE * best.excess < SPARE_EXCESS * self._target:
+        elif CLOSE * best.excess < MUCH_CLOSER * self._target:
             self._target = CLOSE * best.excess
 
     def _cheapest_addition(self, current: ReplayedFleet | None, load: float) -> ReplayedFleet | None:
@@ -245,6 +266,15 @@ class _Search:
             if found is not None and (best is None or self._is_better(found, best)):
                 best = found
         return best
+
+    def _is_close(self, current: ReplayedFleet, chosen: ReplayedFleet) -> bool:
+        """Return whether the current fleet misses the objective narrowly, and the one that meets it is hardly better,
+        also for what it costs more."""
+        if self._target > 1.0 or chosen.excess > 1.0 or current.excess > TOLERATED:
+            return False
+        usd = current.usd_per_hour
+        cost = chosen.usd_per_hour / usd if usd > 0 else chosen.nodes / current.nodes
+        return current.excess < min(MIN_GAIN, cost) * chosen.excess
 
     def _is_better(self, one: ReplayedFleet, other: ReplayedFleet) -> bool:
         meets, other_meets = one.excess <= self._target, other.excess <= self._target
@@ -264,7 +294,7 @@ class _Search:
 
         def run(added: int) -> ReplayedFleet:
             if added not in tried:
-                tried[added] = self._run((*nodes, *[offer.node] * added), load, offer)
+                tried[added] = self._run((*nodes, *[offer.node] * added), load, offer, limit=self._target)
             return tried[added]
 
         low, added = 0, 1
@@ -296,7 +326,8 @@ class _Search:
         most = min(request.removable, len(request.nodes) - self._smallest)
         removed = 1
         while removed <= most and not self._late:
-            if self._run(request.nodes[:-removed], load).excess > SPARE_EXCESS * self._target:
+            limit = SPARE_EXCESS * self._target
+            if self._run(request.nodes[:-removed], load, limit=limit).excess > limit:
                 break
             spare, removed = removed, 2 * removed
         return spare

@@ -37,43 +37,46 @@ class OtherLoads:
         by_conversation: dict[int, list[RecordedRequest]] = {}
         for one in sample.requests:
             by_conversation.setdefault(one.conversation, []).append(one)
-        self._conversations = sorted(by_conversation.values(), key=lambda turns: mix64(turns[0].conversation, 2))
-        """In an order that has nothing to do with their times."""
+        self._conversations = list(by_conversation.values())
         self._shared: set[int] | None = None
 
-    def prompts(self, load: float) -> tuple[list[WorkloadPrompt], int]:
+    def prompts(self, load: float, variant: int = 0) -> tuple[list[WorkloadPrompt], int]:
         """Return `load` times as many requests in the order of their arrival, and how many come before the measured
-        part."""
+        part. In another variant, other conversations are copied or left out, and copies come at other times."""
         sample = self._sample
         first_ms, wanted = sample.requests[0].at_ms, round(load * len(sample.requests))
-        requests = self._fewer(wanted) if load < 1.0 else self._more(wanted)
+        requests = self._fewer(wanted, variant) if load < 1.0 else self._more(wanted, variant)
         requests.sort(key=lambda one: one.at_ms)
         warm_up = sum(one.at_ms < sample.from_ms for one in requests)
         return [_sent_at(one.prompt, one.at_ms - first_ms) for one in requests], warm_up
 
-    def _fewer(self, wanted: int) -> list[RecordedRequest]:
+    def _fewer(self, wanted: int, variant: int) -> list[RecordedRequest]:
         kept: list[RecordedRequest] = []
-        for turns in self._conversations:
+        for turns in self._shuffled(variant):
             kept += turns[: wanted - len(kept)]
         return kept
 
-    def _more(self, wanted: int) -> list[RecordedRequest]:
-        requests = list(self._sample.requests)
+    def _more(self, wanted: int, variant: int) -> list[RecordedRequest]:
+        requests, shuffled = list(self._sample.requests), self._shuffled(variant)
         number = 0
         while len(requests) < wanted:
             number += 1
-            for turns in self._conversations:
-                requests += self._copy(turns[: wanted - len(requests)], number)
+            for turns in shuffled:
+                requests += self._copy(turns[: wanted - len(requests)], number, variant)
         return requests
 
-    def _copy(self, turns: Sequence[RecordedRequest], number: int) -> list[RecordedRequest]:
+    def _shuffled(self, variant: int) -> list[list[RecordedRequest]]:
+        """Return the conversations in an order that has nothing to do with their times."""
+        return sorted(self._conversations, key=lambda turns: mix64(turns[0].conversation, 2 + (variant << 32)))
+
+    def _copy(self, turns: Sequence[RecordedRequest], number: int, variant: int) -> list[RecordedRequest]:
         """Return the turns at other times within the recorded time, with content of their own."""
         if not turns:
             return []
         if self._shared is None:
             self._shared = _shared_blocks(self._sample.requests, self._block_size)
         first_ms, until_ms = self._sample.complete_from_ms, self._sample.until_ms
-        chance = mix64(turns[0].conversation, 2 + number) % _HASHES / _HASHES
+        chance = mix64(turns[0].conversation, 2 + number + (variant << 32)) % _HASHES / _HASHES
         span_ms = until_ms - first_ms
         shift_ms = (2.0 * chance - 1.0) * MAX_SHIFT * span_ms
         if first_ms <= turns[-1].at_ms < first_ms - shift_ms:  # all of them would go to the end
