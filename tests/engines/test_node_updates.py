@@ -124,7 +124,8 @@ def test_a_gross_disagreement_about_hits_is_logged_once(
     with caplog.at_level(logging.WARNING):
         for number in range(120):
             counters = EngineCounters(queried_tokens=10_000.0 * number, hit_tokens=10.0 * hits * number)
-            cache.routed_tokens, cache.predicted_tokens = 10_000 * number, 10 * predicted * number
+            cache.routed_prompts, cache.routed_tokens = number, 10_000 * number
+            cache.predicted_tokens = 10 * predicted * number
             apply_load_report(node, LoadReport(0, 0, 0.1, 100.0, counters=counters), events, now_s + number)
     found = [record.message for record in caplog.records if "cache_prediction_disagrees" in record.message]
     assert len(found) == bool(logged) and all(f"far {logged} in its cache" in message for message in found)
@@ -134,7 +135,19 @@ def test_hits_of_other_clients_are_not_compared(caplog: pytest.LogCaptureFixture
     node, (_, cache) = a_node(), one_node()
     with caplog.at_level(logging.WARNING):
         for number in range(60):
-            cache.routed_tokens = 10_000 * number
+            cache.routed_prompts, cache.routed_tokens = number, 10_000 * number
             counters = EngineCounters(queried_tokens=50_000.0 * number, hit_tokens=50_000.0 * number)
+            apply_load_report(node, LoadReport(0, 0, 0.1, 100.0, counters=counters), NodeKvEvents(cache), 10.0 + number)
+    assert not caplog.records
+
+
+def test_few_long_prompts_are_not_compared(caplog: pytest.LogCaptureFixture) -> None:
+    """The router counts a prompt when it sends it, the engine when it begins to prefill it."""
+    node, (_, cache) = a_node(), one_node()
+    with caplog.at_level(logging.WARNING):
+        for number in range(60):
+            cache.routed_prompts, cache.routed_tokens = number // 4, 80_000 * (number // 4)
+            cache.predicted_tokens = cache.routed_tokens
+            counters = EngineCounters(queried_tokens=80_000.0 * ((number + 2) // 4), hit_tokens=0.0)
             apply_load_report(node, LoadReport(0, 0, 0.1, 100.0, counters=counters), NodeKvEvents(cache), 10.0 + number)
     assert not caplog.records

@@ -84,10 +84,10 @@ def test_a_gauge_replaces_missing_counters() -> None:
 
 def test_predictions_are_compared_over_the_same_time() -> None:
     rates = run(*growing(queried_tokens=1000.0, hit_tokens=700.0))
-    for routed, predicted in ((5000, 4000), (9000, 7000), (9000, 7000)):
-        rates.update_predictions(routed, predicted)
-    assert rates.routed_tokens == 4000 and rates.predicted_share == 0.75
-    rates.update_predictions(0, 0)  # the node's cache was forgotten
+    for prompts, routed, predicted in ((5, 5000, 4000), (7, 9000, 7000), (7, 9000, 7000)):
+        rates.update_predictions(prompts, routed, predicted)
+    assert (rates.routed_prompts, rates.routed_tokens, rates.predicted_share) == (2, 4000, 0.75)
+    rates.update_predictions(0, 0, 0)  # the node's cache was forgotten
     assert rates.predicted_share == 0.75
     rates.forget()
     assert rates.predicted_share is None and rates.hit_share is None

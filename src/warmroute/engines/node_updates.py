@@ -17,7 +17,9 @@ from warmroute.index.node_cache import NodeCache
 log = EventLog("warmroute.engines")
 
 MIN_COMPARED_TOKENS: Final = 50_000
-"""Prompt tokens of the last half minute, for a comparison of the engine's hit rate with the predicted one."""
+MIN_COMPARED_PROMPTS: Final = 20
+"""Of the last half minute, for a comparison of the engine's hit rate with the predicted one. The router counts a prompt
+when it sends it, the engine when it begins to prefill it: with few long prompts, the two count different ones."""
 DISAGREEMENT: Final = 0.4
 """Difference of the two rates that is logged."""
 AGREEMENT: Final = 0.2
@@ -68,7 +70,7 @@ def apply_load_report(node: Node, report: LoadReport, kv_events: KvEvents | None
     if restarted:
         log.info("node_restarted", "Its KV cache is empty.", node=node.name)
         kv_events.restarted(incarnation, polled_s)
-    node.rates.update_predictions(cache.routed_tokens, cache.predicted_tokens)
+    node.rates.update_predictions(cache.routed_prompts, cache.routed_tokens, cache.predicted_tokens)
     _check_predictions(node, cache)
     cache.last_contact_s = now_s
     cache.event_lag_s *= 0.5  # no late event has arrived since
@@ -99,7 +101,9 @@ def _check_predictions(node: Node, cache: NodeCache) -> None:
 
 
 def _is_comparable(rates: EngineRates) -> bool:
-    """Return whether the engine's tokens are enough, and nearly all from this router. Text is counted in other tokens
+    """Return whether prompts and tokens are enough, and nearly all from this router. Text is counted in other tokens
     than the engine's, and SGLang's gauge comes without a number of tokens."""
     queried, routed = rates.queried_tokens, rates.routed_tokens
+    if rates.routed_prompts < MIN_COMPARED_PROMPTS:
+        return False
     return routed >= MIN_COMPARED_TOKENS and (not queried or 0.5 * queried <= routed <= 2.0 * queried)

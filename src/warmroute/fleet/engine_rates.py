@@ -64,7 +64,8 @@ class EngineRates:
     hits_total: float | None = None
     preemptions_total: float | None = None
     # this router's predictions for the same node
-    _last_predicted: tuple[int, int] | None = None
+    _last_predicted: tuple[int, int, int] | None = None
+    _prompts: float = 0.0
     _routed: float = 0.0
     _predicted: float = 0.0
 
@@ -89,6 +90,7 @@ class EngineRates:
             self._preemptions = 0.0
         self._span_s = self._span_s * kept + span_s
         self._waiting_s = self._waiting_s * kept + waiting * span_s
+        self._prompts *= kept
         self._routed *= kept
         self._predicted *= kept
 
@@ -100,19 +102,20 @@ class EngineRates:
         if counters.preemptions >= 0:
             self.preemptions_total = (self.preemptions_total or 0.0) + preempted
 
-    def update_predictions(self, routed_tokens: int, predicted_tokens: int) -> None:
+    def update_predictions(self, prompts: int, routed_tokens: int, predicted_tokens: int) -> None:
         """Take over the totals of what this router sent to the node, and of what it predicted to be cached there. To be
         called after `update`."""
-        last = self._last_predicted or (routed_tokens, predicted_tokens)
-        self._last_predicted = (routed_tokens, predicted_tokens)
-        self._routed += max(0, routed_tokens - last[0])
-        self._predicted += max(0, predicted_tokens - last[1])
+        last = self._last_predicted or (prompts, routed_tokens, predicted_tokens)
+        self._last_predicted = (prompts, routed_tokens, predicted_tokens)
+        self._prompts += max(0, prompts - last[0])
+        self._routed += max(0, routed_tokens - last[1])
+        self._predicted += max(0, predicted_tokens - last[2])
 
     def forget(self) -> None:
         """The engine has restarted."""
         self._last = self._last_predicted = self._gauge = None
         self._queried = self._hits = self._preemptions = self._queue_s = self._queue_times = 0.0
-        self._waiting_s = self._span_s = self._routed = self._predicted = 0.0
+        self._waiting_s = self._span_s = self._prompts = self._routed = self._predicted = 0.0
 
     # What it says.
 
@@ -120,6 +123,11 @@ class EngineRates:
     def queried_tokens(self) -> float:
         """Tokens that the hit share is based on."""
         return self._queried
+
+    @property
+    def routed_prompts(self) -> float:
+        """Prompts that the predicted share is based on."""
+        return self._prompts
 
     @property
     def routed_tokens(self) -> float:

@@ -264,6 +264,7 @@ class CacheView:
             declined = max(0, held - tokens)
         comparable = lookup.special is None
         if comparable:
+            cache.routed_prompts += 1
             cache.routed_tokens += lookup.token_count
             cache.predicted_tokens += tokens
         return Prediction(

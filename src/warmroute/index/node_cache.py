@@ -50,8 +50,8 @@ class NodeCache(CacheState):
     __slots__ = (
         "__weakref__", "_complete", "_index", "_offloaded", "_on_block_size", "_owners", "disagrees", "gaps",
         "generation", "loads_always", "model", "output_tokens", "pending_holder", "predicted_tokens", "prefilled_s",
-        "prompts_without_events", "ranks", "recency", "routed_holder", "routed_tokens", "store", "store_events",
-        "token_mismatches",
+        "prompts_without_events", "ranks", "recency", "routed_holder", "routed_prompts", "routed_tokens", "store",
+        "store_events", "token_mismatches",
     )  # fmt: skip
 
     def __init__(
@@ -98,8 +98,8 @@ class NodeCache(CacheState):
         """Changes when everything routed is forgotten; below 0 when the node is gone."""
         self.prefilled_s = NEVER_S
         """When the latest prompt that the node has prefilled was sent."""
-        self.routed_tokens = self.predicted_tokens = 0
-        """Tokens of the prompts that were sent to the node, and those of them that were predicted to be cached."""
+        self.routed_prompts = self.routed_tokens = self.predicted_tokens = 0
+        """Prompts that were sent to the node, their tokens, and those of them that were predicted to be cached."""
         self.output_tokens = 0
         """Tokens that the node generated for this process."""
         self.disagrees = False
