@@ -56,11 +56,13 @@ class DayLoad(msgspec.Struct, frozen=True):
 def day_load(name: str, data: Path | None) -> DayLoad:
     if name == "chat":
         words = "multi_turn_chat systems=8 system_tokens=1500 message_tokens=700 output_tokens=800 turns=4 think_s=60"
-        return DayLoad(parse_workload(words.split()), 0.1, "l4-8b", 0.8, 2000.0, (6, 8, 10), 64)
+        return DayLoad(parse_workload(words.split()), 0.1, "l4-8b", 0.8, 2000.0, (8, 9, 10, 11), 64)
     if name == "agentic":
         assert data is not None
-        return DayLoad(Generated("agents", AgentSessions(data)), 0.005, "2xh100-32b", 5.0, 3000.0, (4, 6, 8, 20), 256)
-    return DayLoad(Generated("conversations", LongTailedChats()), 0.25, "4xa100-70b", 8.0, 8000.0, (4, 6, 8), 128)
+        return DayLoad(
+            Generated("agents", AgentSessions(data)), 0.005, "2xh100-32b", 5.0, 3000.0, (6, 8, 10, 12, 20), 256
+        )
+    return DayLoad(Generated("conversations", LongTailedChats()), 0.25, "4xa100-70b", 8.0, 8000.0, (4, 5, 6, 7, 8), 128)
 
 
 @dataclass

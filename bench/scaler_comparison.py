@@ -1,10 +1,13 @@
 """The production scaler against other scalers, in virtual time: GPU hours, TTFT p90, and how long it was missed.
 
-python bench/scaler_comparison.py --data DIR [--load chat|agentic|conversation …] [--scaler S …] [--runs DIR]
+python bench/scaler_comparison.py --data DIR [--load chat|agentic|conversation …] [--scaler S …] [--days 3] [--runs DIR]
 
 Three loads of a day's shape (day_loads.py). Nodes take 180 s (± 20 %) to start, and are paid for from the request to
 the end. All run under the same router (`price`), and begin with two nodes. The objective is a TTFT p90; it is missed in
 ten minutes in which more than a tenth of the arriving requests get their first token later.
+
+With `--days N` each scaler runs N days of the same mean load: other conversations, at other times. The tables have
+hours, times and hit rates of a day on average, and the fraction of the spans of all days that miss the objective.
 
     warmroute                     the production scaler: by replay, with its default settings and this objective
     warmroute:thresholds          the production scaler without replay
@@ -29,7 +32,7 @@ that `warmroute plan --margin` finds for the busiest hour, `scaler` what the sca
 --recorded takes the rows of scalers that were not run from bench/results/scalers.json: other scalers do not change with
 the production scaler. Their figures are rounded there.
 
---seed N is another day with the same mean load. Tune on other days than the recorded one.
+--seed N is the seed of the first day. Tune on other days than the recorded ones.
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from itertools import pairwise
@@ -76,10 +79,13 @@ MAX_SCHEDULES = 12
 OURS = "warmroute"
 LOADS = ("chat", "agentic", "conversation")
 SCALERS = (
-    OURS, "warmroute:thresholds", "hpa:target=0.7", "hpa:target=0.9", "hpa:kv=1,target=0.4", "hpa:kv=1,target=0.7",
-    "keda:target=1", "keda:target=3", "keda:running=1,target=4", "keda:running=1,target=8", "threshold:up=0.5",
-    "threshold:up=2", "cron", "hindsight",
+    OURS, "warmroute:thresholds", "hpa:target=0.6", "hpa:target=0.7", "hpa:target=0.8", "hpa:target=0.9",
+    "hpa:kv=1,target=0.3", "hpa:kv=1,target=0.4", "hpa:kv=1,target=0.5", "hpa:kv=1,target=0.6", "hpa:kv=1,target=0.7",
+    "keda:target=1", "keda:target=3", "keda:running=1,target=3", "keda:running=1,target=4", "keda:running=1,target=6",
+    "keda:running=1,target=8", "threshold:up=0.5", "threshold:up=2", "cron", "hindsight",
 )  # fmt: skip
+OF_THE_LOAD = ("plan", "parts of the day")
+"""What does not depend on the day."""
 
 
 class Job(NamedTuple):
@@ -91,11 +97,15 @@ class Job(NamedTuple):
 
 
 class Figures(NamedTuple):
-    """What the comparison needs of a run."""
+    """What the comparison needs of a scaler's days."""
 
     hours: float
     p90_ms: float
     missed: float
+
+
+Days = list[dict[str, Any]]
+"""The results of one scaler."""
 
 
 def setup_of(job: Job, schedule: Sequence[int] = ()) -> Setup:
@@ -180,7 +190,7 @@ def run(job: Job) -> tuple[str, str, dict[str, Any]]:
 
 def kept_file(job: Job) -> Path | None:
     load, _, text, runs, seed = job
-    day = f"{load} {text}" if seed == 1 else f"{load} {text} seed {seed}"
+    day = f"{load} {text}" if seed == 1 or text in OF_THE_LOAD else f"{load} {text} seed {seed}"
     return runs / f"{day}.json".replace(":", " ") if runs is not None else None
 
 
@@ -220,9 +230,9 @@ def in_hindsight(job: Job) -> dict[str, Any]:
     schedule: list[int] = list(run(Job(load, job.data, "parts of the day", job.runs))[2]["nodes"])
     for turn in range(MAX_SCHEDULES):
         one = replay(setup_of(job, schedule), partial(progress, load, "hindsight"))
-        if missed(one) < MISSED_TIME:
+        if missed_share([one]) < MISSED_TIME:
             break
-        print(f"{load} hindsight, schedule {turn}: missed {missed(one):.1%}", file=sys.stderr, flush=True)
+        print(f"{load} hindsight, schedule {turn}: missed {missed_share([one]):.1%}", file=sys.stderr, flush=True)
         late = {int(at_s / PART_S) for start_s, end_s in missed_spans(one) for at_s in (start_s, end_s - 1.0)}
         schedule = [nodes + (part in late) for part, nodes in enumerate(schedule)]
     return one
@@ -239,11 +249,13 @@ def missed_spans(one: dict[str, Any]) -> list[tuple[float, float]]:
     ]
 
 
-def missed(one: dict[str, Any]) -> float:
+def missed_share(days: Days) -> float:
     """Return the fraction of spans of at least MISS_SPAN_S that miss the objective."""
-    over = one["ceiling"]
-    spans: int = ceil(len(over["over"]) / max(1, round(MISS_SPAN_S / over["span_s"])))
-    return len(missed_spans(one)) / spans
+    spans = 0
+    for one in days:
+        over = one["ceiling"]
+        spans += ceil(len(over["over"]) / max(1, round(MISS_SPAN_S / over["span_s"])))
+    return sum(len(missed_spans(one)) for one in days) / spans
 
 
 def hours_at(points: list[tuple[float, float]], p90_ms: float) -> float | None:
@@ -264,19 +276,20 @@ def show(
     done: list[tuple[str, str, dict[str, Any]]], data: Path | None, report: Report, recorded: dict[str, Any]
 ) -> None:
     """`recorded`: tables of which the rows of scalers that were not run are taken."""
-    by_load: dict[str, dict[str, dict[str, Any]]] = {}
+    by_load: dict[str, dict[str, Days]] = {}
     for load, text, one in done:
-        by_load.setdefault(load, {})[text] = one
+        by_load.setdefault(load, {}).setdefault(text, []).append(one)
     figures: dict[str, dict[str, Figures]] = {}
     for load, runs in by_load.items():
         columns = ("hit rate", "TTFT p50, ms", "p90", "p99", "objective missed")
         report.table(load, "scaler", "GPU hours", "USD", "nodes", "changes", *columns)
         rows: dict[str, list[Cell]] = {row[0]: row for row in recorded.get(load, {}).get("rows", ())}
         found = figures.setdefault(load, {text: _figures_of(row) for text, row in rows.items()})
-        for text, one in runs.items():
+        for text, days in runs.items():
             if text != "plan":
-                rows[text] = _row(load, text, one, data)
-                found[text] = Figures(paid_gpu_hours(one) or 0.0, one["ttft_ms"]["p90"], missed(one))
+                rows[text] = _row(load, text, days, data)
+                p90_ms = _mean(one["ttft_ms"]["p90"] for one in days)
+                found[text] = Figures(_mean(map(_hours, days)), p90_ms, missed_share(days))
         for row in rows.values():
             report.row(*row)
     report.table(
@@ -287,21 +300,34 @@ def show(
     before = {row[0]: row for row in recorded.get("objective", {}).get("rows", ())}
     for load, runs in by_load.items():
         if OURS in runs:
-            planned_nodes = str(runs["plan"]["nodes"]) if "plan" in runs else before[load][-2] if before else "–"
+            planned_nodes = str(runs["plan"][0]["nodes"]) if "plan" in runs else before[load][-2] if before else "–"
             cells = _comparison(figures[load], day_load(load, data).objective_ms)
-            report.row(load, *cells, planned_nodes, str(_nodes_at_noon(runs[OURS])))
+            report.row(load, *cells, planned_nodes, ", ".join(str(_nodes_at_noon(one)) for one in runs[OURS]))
 
 
-def _row(load: str, text: str, one: dict[str, Any], data: Path | None) -> list[Cell]:
+def _row(load: str, text: str, days: Days, data: Path | None) -> list[Cell]:
     day = day_load(load, data)
-    hours, times, scaling = paid_gpu_hours(one) or 0.0, one["ttft_ms"], one.get("scaling")
+    hours, first = _mean(map(_hours, days)), days[0]
     usd = hours / profile(day.profile).gpus * day.usd_per_hour
-    nodes = f"{scaling['least_nodes']}–{scaling['most_nodes']}" if scaling else str(one["node_count"])
+    scaled = [one["scaling"] for one in days if one.get("scaling")]
+    nodes, changes = str(first["node_count"]), 0
+    if scaled:
+        nodes = f"{min(one['least_nodes'] for one in scaled)}–{max(one['most_nodes'] for one in scaled)}"
+        changes = round(_mean(one["changes"] for one in scaled))
+    times = (_mean(one["ttft_ms"][key] for one in days) for key in ("p50", "p90", "p99"))
     return [
-        text, f"{hours:.1f}", f"{usd:.0f}", nodes, scaling["changes"] if scaling else 0,
-        f"{one['hit_rate']:.1%}", *(f"{times[key]:,.0f}" for key in ("p50", "p90", "p99")),
-        f"{missed(one):.1%}",
+        text, f"{hours:.1f}", f"{usd:.0f}", nodes, changes, f"{_mean(one['hit_rate'] for one in days):.1%}",
+        *(f"{ms:,.0f}" for ms in times), f"{missed_share(days):.1%}",
     ]  # fmt: skip
+
+
+def _hours(one: dict[str, Any]) -> float:
+    return paid_gpu_hours(one) or 0.0
+
+
+def _mean(values: Iterable[float]) -> float:
+    found = list(values)
+    return sum(found) / len(found)
 
 
 def _figures_of(row: list[Cell]) -> Figures:
@@ -347,19 +373,22 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, metavar="DIR", help="keep the results of runs there")
     parser.add_argument("--kept", action="store_true", help="show what --runs DIR has, and run nothing")
     parser.add_argument("--recorded", action="store_true", help="take the other scalers' rows from the recorded ones")
-    parser.add_argument("--seed", type=int, default=1, help="of the day (1)")
+    parser.add_argument("--days", type=int, default=1, metavar="N", help="run N days, and take their means (1)")
+    parser.add_argument("--seed", type=int, default=1, help="of the first day (1)")
     parser.add_argument("--jobs", type=int, default=2)
     add_record_option(parser)
     args = parser.parse_args()
     if args.recorded and args.seed != 1:
-        parser.error("the recorded rows are those of seed 1")
+        parser.error("the recorded rows begin with seed 1")
     if args.runs is not None:
         args.runs.mkdir(parents=True, exist_ok=True)
     jobs = []
     for load in args.load or LOADS:
         fixed = [f"fixed:{nodes}" for nodes in day_load(load, args.data).fixed]
         scalers = args.scaler or [*SCALERS, *fixed, "plan"]
-        jobs += [Job(load, args.data, text, args.runs, args.seed) for text in scalers]
+        for text in scalers:
+            days = 1 if text in OF_THE_LOAD else args.days
+            jobs += [Job(load, args.data, text, args.runs, args.seed + day) for day in range(days)]
     if args.kept:
         jobs = [job for job in jobs if (file := kept_file(job)) is not None and file.exists()]
     done = []

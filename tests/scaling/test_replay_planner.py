@@ -381,3 +381,16 @@ def test_an_objective_that_no_fleet_meets_is_remembered_for_a_while(planning: Pl
     planning.now_s += 2000.0
     planning.search()
     assert planning.runner.requests[-1].target_excess == 1.0
+
+
+def test_searches_know_the_usual_floor_until_the_objective_changes(planning: Planning) -> None:
+    planning.search(floor=0.6, measured_s=600.0)
+    assert planning.runner.requests[-1].usual_floor is None
+    planning.search(floor=0.8, measured_s=600.0)
+    assert planning.runner.requests[-1].usual_floor == pytest.approx(0.6)
+    planning.search()
+    usual = planning.runner.requests[-1].usual_floor
+    assert usual is not None and 0.6 < usual < 0.8
+    planning.planner.forget()
+    planning.search()
+    assert planning.runner.requests[-1].usual_floor is None

@@ -20,6 +20,8 @@ MIN_REQUESTS: Final = 100
 """Fewer requests say too little about a p90."""
 RECENT_SHARE: Final = 1 / 3
 """Of the recorded time: the arrivals now."""
+MENTIONED: Final = 0.02
+"""The smallest difference from the usual floor that an explanation mentions."""
 SAME_LOAD: Final = 0.01
 """Loads that differ by less than this fraction count as the same."""
 _DEFAULTS: Final = ScalingReplay()
@@ -70,7 +72,7 @@ class ReplayedFleet(msgspec.Struct, kw_only=True, frozen=True):
     good_ratio: float | None = None
     hit_ratio: float = 0.0
     excess: float = 0.0
-    """The largest value relative to its limit. At most 1: the fleet meets the objective."""
+    """The largest value relative to its limit, without what is `unusual`. At most 1: the fleet meets the objective."""
 
     @property
     def question(self) -> tuple[object, ...]:
@@ -114,6 +116,8 @@ class PlanRequest(msgspec.Struct, kw_only=True):
     """The fraction of the fleet's requests that is in the recorded traffic: other routers send the rest."""
     target_excess: float = 1.0
     """That of the last plan: above 1 if no fleet meets the objective."""
+    usual_floor: float | None = None
+    """The usual excess of a fleet on which no request waits (usual_floor.py)."""
     known: tuple[ReplayedFleet, ...] = ()
     """Replays of the last minutes, which need not be repeated if they are clear enough."""
     predict_current: bool = False
@@ -137,8 +141,11 @@ class FleetPlan(msgspec.Struct, kw_only=True):
     """What more nodes than needed would reach."""
     target_excess: float = 1.0
     """Above 1 if no fleet meets the objective: then the plan is the smallest fleet that comes close to the best."""
-    is_close_enough: bool = False
-    """Whether a larger fleet would meet the objective, and is hardly better than the current one."""
+    floor: float | None = None
+    """The excess of a fleet that is so large that no request waits."""
+    unusual: float = 0.0
+    """By how much the floor is above the usual one. The recorded prompts take this much longer on any fleet, so it is
+    subtracted from the excess of each."""
     rises: bool = False
     """Whether the load rises more than chance explains."""
     growth: float = 1.0
@@ -197,13 +204,12 @@ class FleetPlan(msgspec.Struct, kw_only=True):
         smaller = self.fleet(chosen.nodes - 1)
         if smaller is not None:
             parts.append(f"{self._named(smaller)}: {describe(smaller, objective)}")
-        larger = self.larger if not self.is_close_enough else None
-        if larger is not None and _same(chosen.arrivals_per_s, larger.arrivals_per_s):
-            parts.append(_saving(chosen, larger))
+        if self.larger is not None and _same(chosen.arrivals_per_s, self.larger.arrivals_per_s):
+            parts.append(_saving(chosen, self.larger))
+        if self.unusual >= MENTIONED:
+            parts.append(f"{self.unusual:.0%} of the objective is not counted: prompts were longer than usual")
         if self.target_excess > 1.0:
             parts.append("no fleet meets the objective: more nodes would hardly help")
-        elif self.is_close_enough:
-            parts.append("the smallest fleet that meets the objective is hardly better")
         elif chosen.excess > 1.0:
             parts.append("the limits allow no fleet that meets the objective")
         return "; ".join(parts)

@@ -33,6 +33,7 @@ from warmroute.scaling.fleet_plan import (
     too_little_traffic,
 )
 from warmroute.scaling.plan_request import MIN_INTERVALS, CannotPlan
+from warmroute.scaling.usual_floor import UsualFloor
 
 log = EventLog("warmroute.scaling")
 
@@ -138,6 +139,7 @@ class ReplayPlanner:
         """Arrivals per second that the plan allows for, as the meter counts them."""
         self._wrong = self._right = 0
         self._unreachable_s = float("-inf")
+        self._usual_floor = UsualFloor()
         self._failing = False
         self.problem = "no replay has ended yet"
         """Why there is no plan; empty if there is one."""
@@ -152,6 +154,7 @@ class ReplayPlanner:
         """Begin again: what was found before, and what a running search finds, does not count any more."""
         self._generation += 1
         self._known.clear()
+        self._usual_floor = UsualFloor()
         self._forget_plan()
         self._started_s = self._unreachable_s = float("-inf")
 
@@ -200,6 +203,7 @@ class ReplayPlanner:
             return
         request.share = self._share()
         request.lead_s += self._search_s
+        request.usual_floor = self._usual_floor.excess
         while self._known and self._known[0][0] < now_s - KNOWN_S:
             self._known.popleft()
         request.known = tuple(fleet for _, fleet in reversed(self._known))
@@ -260,6 +264,8 @@ class ReplayPlanner:
         if self._failing:
             self._failing = False
             log.info("scaling_replay_recovered", "The autoscaler goes by replay again.")
+        if plan.floor is not None:
+            self._usual_floor.record(plan.floor, started_s, plan.measured_s, self.config.replay.window_s)
         stats.replays += plan.replays
         stats.cpu_s += plan.cpu_s
         self._search_s = plan.cpu_s / self.config.replay.cpu_share

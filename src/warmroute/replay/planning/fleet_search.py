@@ -9,11 +9,13 @@ has to hold RISING times the load to remove nodes.
 If the current fleet does not meet the objective, the search doubles the number of added nodes of each offer until it
 does, then bisects, and takes the cheapest result. If three times the fleet is hardly better, none meets the objective:
 then the plan is the smallest fleet that comes within CLOSE of the best. The next searches go by this, and check with
-three times the fleet whether it is still so. If the current fleet misses the objective narrowly (TOLERATED) and the one
-that meets it is hardly better (MIN_GAIN), nothing is added. If the current fleet meets the objective, the search
-removes nodes: 1, 2, 4, 8, …
+three times the fleet whether it is still so. If the current fleet meets the objective, the search removes nodes: 1, 2,
+4, 8, …
 
-A fleet that misses its limit narrowly is replayed twice, with other copies of conversations, and the mean counts.
+Two rules against chance, since searches are many and each could buy a node, or keep one:
+- A fleet that misses its limit narrowly is replayed twice, with other copies of conversations, and the mean counts.
+- AMPLE times the fleet is replayed, too: on it hardly any request waits. What its excess is above the usual one is the
+  length of the recorded prompts, not a lack of nodes, and is subtracted from the excess of every fleet.
 """
 
 from __future__ import annotations
@@ -59,22 +61,20 @@ LARGER: Final = 1.5
 CLEARLY_MET: Final = 0.7
 CLEARLY_MISSED: Final = 1.4
 """Excess, relative to the target, of replays that need not be repeated with about the same load."""
-RISING: Final = 1.5
+RISING: Final = 1.25
 MIN_SIMULATED: Final = 0.75
 """Of a simulated node: a fleet for which the sample has less work is not replayed, unless it is one node smaller."""
 MAX_SAMPLES: Final = 10
 """Attempts to find a sample that is small enough, and not much smaller."""
 NEARLY: Final = 0.9
-SPARE_EXCESS: Final = 0.85
+SPARE_EXCESS: Final = 0.92
 """What is left of the fleet has to stay below this fraction of the objective, so that noise does not remove a node that
 the next search adds again."""
 NARROWLY: Final = 1.15
-"""A fleet that misses its limit by less than this factor is replayed again, with other copies, and the mean counts:
-searches are many, and each could buy a node, or keep one, by chance."""
-TOLERATED: Final = 1.1
-MIN_GAIN: Final = 1.15
-"""A fleet that misses the objective by less than TOLERATED gets no more nodes if these divide the excess by less than
-MIN_GAIN, and by less than the factor by which the fleet would cost more."""
+"""A fleet that misses its limit by less than this factor is replayed again, with other copies, and the mean counts."""
+AMPLE: Final = 3
+MAX_UNUSUAL: Final = 0.3
+"""More is not subtracted: then even AMPLE times the nodes may be too few."""
 
 
 def plan_fleet(
@@ -180,6 +180,8 @@ class _Search:
         self._start_s = cpu_s()
         self._fleets: list[ReplayedFleet] = []
         self._target = max(1.0, request.target_excess)
+        self._unusual = 0.0
+        """Subtracted from the excess of every fleet."""
 
     @property
     def _late(self) -> bool:
@@ -191,13 +193,13 @@ class _Search:
         growth, chance, margin = self._expected.growth, self._expected.chance, request.margin
         plan = FleetPlan(nodes=len(nodes), growth=growth, chance=chance, margin=margin, rises=self._expected.rises)
         up = plan.load
+        plan.floor, plan.unusual = self._measure_floor(up)
         current = self._run(nodes, up, limit=1.0) if nodes else None
         if self._target > 1.0 and current is not None:
             self._check_target(current, up)
         if current is None or current.excess > self._target:
             chosen = self._cheapest_addition(current, up)
-            plan.is_close_enough = chosen is not None and current is not None and self._is_close(current, chosen)
-            if chosen is not None and not plan.is_close_enough:
+            if chosen is not None:
                 plan.add, plan.offer = chosen.nodes - len(nodes), chosen.offer
         else:
             plan.spare = self._spare(_load_to_remove(self._expected, margin))
@@ -221,11 +223,22 @@ class _Search:
             fleet = msgspec.structs.replace(known, load=known.arrivals_per_s / max(1e-9, self._replay.arrivals_per_s))
         else:
             fleet = self._replay.run(nodes, load, key)
-            if limit < fleet.excess < NARROWLY * limit and not self._late:
+            if limit < fleet.excess - self._unusual < NARROWLY * limit and not self._late:
                 again = self._replay.run(nodes, load, key, variant=1)
                 fleet = mean_of(fleet, again, self._request.objective)
+            fleet = msgspec.structs.replace(fleet, excess=max(0.0, fleet.excess - self._unusual))
         self._fleets.append(fleet)
         return fleet
+
+    def _measure_floor(self, load: float) -> tuple[float | None, float]:
+        """Return the excess of a fleet on which hardly any request waits, and how far it is above the usual one."""
+        nodes, usual = self._request.nodes, self._request.usual_floor
+        if not nodes:
+            return None, 0.0
+        floor = self._replay.run(nodes * AMPLE, load).excess
+        if usual is not None:
+            self._unusual = min(MAX_UNUSUAL, max(0.0, floor - usual))
+        return floor, self._unusual
 
     def _known(self, nodes: Sequence[FleetNode], load: float, offer: OfferKey | None) -> ReplayedFleet | None:
         """Return an earlier replay of the same fleet that answers the question: with at least as many requests and
@@ -266,15 +279,6 @@ class _Search:
             if found is not None and (best is None or self._is_better(found, best)):
                 best = found
         return best
-
-    def _is_close(self, current: ReplayedFleet, chosen: ReplayedFleet) -> bool:
-        """Return whether the current fleet misses the objective narrowly, and the one that meets it is hardly better,
-        also for what it costs more."""
-        if self._target > 1.0 or chosen.excess > 1.0 or current.excess > TOLERATED:
-            return False
-        usd = current.usd_per_hour
-        cost = chosen.usd_per_hour / usd if usd > 0 else chosen.nodes / current.nodes
-        return current.excess < min(MIN_GAIN, cost) * chosen.excess
 
     def _is_better(self, one: ReplayedFleet, other: ReplayedFleet) -> bool:
         meets, other_meets = one.excess <= self._target, other.excess <= self._target
