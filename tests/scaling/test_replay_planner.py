@@ -152,8 +152,8 @@ def test_no_search_starts_before_there_is_enough_traffic(planning: Planning) -> 
     planning.runner.recorded = 12
     planning.turn()
     assert not planning.runner.requests
-    assert planning.planner.problem == "replay has too little traffic: 12 of 100 requests"
-    planning.runner.recorded = 100
+    assert planning.planner.problem == "replay has too little traffic: 12 of 50 requests"
+    planning.runner.recorded = 50
     planning.planner.turn(planning.now_s + 1.0, 4, lambda: plan_request(4))
     assert len(planning.runner.requests) == 1
 
@@ -185,7 +185,7 @@ def test_a_search_for_an_earlier_objective_does_not_count(planning: Planning) ->
 
 
 def test_a_search_without_a_result_leaves_the_decision_to_thresholds(planning: Planning) -> None:
-    planning.search(skipped="replay has too little traffic: 12 of 100 requests")
+    planning.search(skipped="replay has too little traffic: 12 of 50 requests")
     assert planning.plan is None
     assert "too little traffic" in planning.planner.problem
 
@@ -369,7 +369,7 @@ def test_plans_of_before_a_gap_make_no_node_spare(planning: Planning) -> None:
 
 
 def test_a_search_without_a_result_makes_no_node_spare(planning: Planning) -> None:
-    planning.search(skipped="replay has too little traffic: 12 of 100 requests")
+    planning.search(skipped="replay has too little traffic: 12 of 50 requests")
     planning.now_s += 3 * INTERVAL_S
     assert spared(planning, spare=1) == 0
 

@@ -16,7 +16,7 @@ from warmroute.config import Config, Objective, ScalingReplay
 from warmroute.scaling.offer import OfferKey
 from warmroute.scaling.scaling_decision import count_of_nodes
 
-MIN_REQUESTS: Final = 100
+MIN_REQUESTS: Final = 50
 """Fewer requests say too little about a p90."""
 RECENT_SHARE: Final = 1 / 3
 """Of the recorded time: the arrivals now."""

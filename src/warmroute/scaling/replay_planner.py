@@ -1,6 +1,6 @@
 """Scaling by replay: when a search starts, how long its plan counts, and whether its predictions can be trusted.
 
-A search starts every `scaling.replay.interval_s`, if the last one has ended and there is enough recorded traffic (100
+A search starts every `scaling.replay.interval_s`, if the last one has ended and there is enough recorded traffic (50
 requests, and MIN_RECORDED_S of time), and earlier if more requests arrive than the last plan allows for, margin and
 chance included, or if the load rises and the fleet was only just large enough. Its plan counts for MAX_AGE_INTERVALS
 intervals. Nodes are spare that no plan wanted for as long as arrivals count as those of now, without a gap between the
@@ -67,7 +67,7 @@ RECENT_S: Final = 300.0
 """Arrivals of this time start a search early."""
 KNOWN_S: Final = 900.0
 """How long a replay need not be repeated, if its result was clear."""
-MIN_KNOWN_REQUESTS: Final = 3 * MIN_REQUESTS
+MIN_KNOWN_REQUESTS: Final = 6 * MIN_REQUESTS
 """A replay of fewer requests is repeated."""
 TARGET_AGE_S: Final = 1200.0
 """How long the planner remembers that no fleet meets the objective."""

@@ -48,7 +48,7 @@ from warmroute.scaling.fleet_plan import (
 )
 from warmroute.scaling.offer import OfferKey
 
-MIN_MEASURED: Final = 30
+MIN_MEASURED: Final = 20
 """Fewer measured requests say too little about a p90, and nothing if the traffic has just stopped."""
 MAX_OFFERS: Final = 3
 MIN_IMPROVEMENT: Final = 0.05
