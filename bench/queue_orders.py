@@ -3,8 +3,9 @@
 python bench/queue_orders.py --data DIR [--seeds 1] [--limit 800]
 
 Each rule of another router runs with its own order and with ours; `price` runs with ours, first come first served,
-shortest first, and without a queue at the router. The table `tail` has the TTFT p99 of the 10 % of requests with the
-most prefill work and of the others, and the longest wait relative to its guarantee.
+shortest first, and without a queue at the router. The tables have the TTFT p99 of the 10 % of requests with the most
+prefill work and of the others, and the longest wait relative to its guarantee. The table `long_prompts` compares the
+first of these in our order and in first-come order.
 
 With `--runs FILE` each run is kept in a file, as in policy_comparison.py.
 """
@@ -54,12 +55,19 @@ def main() -> None:
     done = list(run_all(jobs, args.runs, args.processes))
     report = Report()
     measures = ("TTFT p50, ms", "p90", "p99", "longest 10 %, p99", "others, p99", "goodput/s", "wait / guarantee")
+    long_prompts: list[list[str]] = []
     for name, load in ROWS:
         report.table(f"{name}_{LOAD_NAMES[load]}", "placement", "order", *measures)
+        long_ms: dict[str, list[float]] = {}
+        longest_wait = 0.0
         for policy in policies:
-            row = mean_of_seeds([run for n, at, p, _, run in done if (n, at, p) == (name, load, policy)])
+            runs = [run for n, at, p, _, run in done if (n, at, p) == (name, load, policy)]
+            row = mean_of_seeds(runs)
+            long_ms[policy] = [run["ttft_ms_by_work"]["longest_10_percent"]["p99"] for run in runs]
             placement, _, order = policy.partition(":queue=")
-            ratio = f"{row['wait_ratio']:.2f}" if policy == "price" or order == "warmroute" else "–"
+            wait = max(run.get("queue", {}).get("longest_wait_ratio", 0.0) for run in runs)
+            ratio = f"{wait:.2f}" if policy == "price" or order == "warmroute" else "–"
+            longest_wait = wait if policy == "price" else longest_wait
             report.row(
                 placement,
                 order or ("warmroute" if placement == "price" else "own"),
@@ -67,6 +75,14 @@ def main() -> None:
                 f"{row['good']:.3g}",
                 ratio,
             )
+        ours, first_come = long_ms["price"], long_ms["price:queue=fcfs"]
+        ratios = sorted(one / other for one, other in zip(ours, first_come, strict=True))
+        cells = (f"{sum(ours) / sum(first_come):.2f}", f"{ratios[0]:.2f} to {ratios[-1]:.2f}", f"{longest_wait:.2f}")
+        long_prompts.append([name, LOAD_NAMES[load], *cells])
+    columns = ("ours / first come, means", "single runs", "longest wait / guarantee")
+    report.table("long_prompts", "workload", "load", *columns)
+    for line in long_prompts:
+        report.row(*line)
     report.record(args.record)
 
 

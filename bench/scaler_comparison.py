@@ -39,8 +39,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
@@ -184,7 +186,9 @@ def run(job: Job) -> tuple[str, str, dict[str, Any]]:
         one = replay(setup_of(job), partial(progress, load, text))
     one["cpu_s"] = round(time.process_time() - start_s, 1)
     if file is not None:
-        file.write_text(json.dumps(one))
+        part = file.with_suffix(f".{os.getpid()}")  # another process may write or read the same file
+        part.write_text(json.dumps(one))
+        part.rename(file)
     return load, text, one
 
 
@@ -365,6 +369,12 @@ def _nodes_at_noon(ours: dict[str, Any]) -> int:
     return sorted(middle)[len(middle) // 2]
 
 
+def _complete(jobs: list[Job], days: int) -> list[Job]:
+    """Return the jobs of scalers that have run all days."""
+    found = Counter((job.load, job.scaler) for job in jobs)
+    return [job for job in jobs if job.scaler in OF_THE_LOAD or found[job.load, job.scaler] == days]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--load", action="append", choices=LOADS, help="repeatable (all)")
@@ -388,15 +398,19 @@ def main() -> None:
             days = 1 if text in OF_THE_LOAD else args.days
             jobs += [Job(load, args.data, text, args.runs, args.seed + day) for day in range(days)]
     if args.kept:
-        jobs = [job for job in jobs if (file := kept_file(job)) is not None and file.exists()]
+        jobs = _complete([job for job in jobs if (file := kept_file(job)) is not None and file.exists()], args.days)
     done = []
     with ProcessPoolExecutor(args.jobs) as pool:
         for load, text, one in pool.map(run, jobs):
             done.append((load, text, one))
             print(f"{load} {text}: {one['cpu_s']} s", file=sys.stderr, flush=True)
     report = Report()
-    recorded = json.loads((RESULTS / "scalers.json").read_text())["tables"] if args.recorded else {}
-    show(done, args.data, report, recorded)
+    before = json.loads((RESULTS / "scalers.json").read_text()) if args.recorded else {"tables": {}, "values": {}}
+    if args.recorded and (before["values"]["seed"], before["values"]["days"]) != (args.seed, args.days):
+        parser.error("the recorded rows are of other days")
+    report.value("seed", args.seed)
+    report.value("days", args.days)
+    show(done, args.data, report, before["tables"])
     report.record(args.record)
 
 

@@ -142,12 +142,14 @@ def test_hits_of_other_clients_are_not_compared(caplog: pytest.LogCaptureFixture
 
 
 def test_few_long_prompts_are_not_compared(caplog: pytest.LogCaptureFixture) -> None:
-    """The router counts a prompt when it sends it, the engine when it begins to prefill it."""
+    """The router counts a prompt when it sends it, the engine when it begins to prefill it, here four seconds later.
+    Every other prompt is cached."""
     node, (_, cache) = a_node(), one_node()
     with caplog.at_level(logging.WARNING):
-        for number in range(60):
-            cache.routed_prompts, cache.routed_tokens = number // 4, 80_000 * (number // 4)
-            cache.predicted_tokens = cache.routed_tokens
-            counters = EngineCounters(queried_tokens=80_000.0 * ((number + 2) // 4), hit_tokens=0.0)
+        for number in range(80):
+            sent, begun = number // 8, max(0, number - 4) // 8
+            cache.routed_prompts, cache.routed_tokens = sent, 80_000 * sent
+            cache.predicted_tokens = 80_000 * (sent // 2)
+            counters = EngineCounters(queried_tokens=80_000.0 * begun, hit_tokens=80_000.0 * (begun // 2))
             apply_load_report(node, LoadReport(0, 0, 0.1, 100.0, counters=counters), NodeKvEvents(cache), 10.0 + number)
     assert not caplog.records

@@ -384,13 +384,13 @@ def test_an_objective_that_no_fleet_meets_is_remembered_for_a_while(planning: Pl
 
 
 def test_searches_know_the_usual_floor_until_the_objective_changes(planning: Planning) -> None:
-    planning.search(floor=0.6, measured_s=600.0)
-    assert planning.runner.requests[-1].usual_floor is None
-    planning.search(floor=0.8, measured_s=600.0)
-    assert planning.runner.requests[-1].usual_floor == pytest.approx(0.6)
+    planning.search(floor_ms=600.0, measured_s=600.0)
+    assert planning.runner.requests[-1].usual_floor_ms is None
+    planning.search(floor_ms=800.0, measured_s=600.0)
+    assert planning.runner.requests[-1].usual_floor_ms == pytest.approx(600.0)
     planning.search()
-    usual = planning.runner.requests[-1].usual_floor
-    assert usual is not None and 0.6 < usual < 0.8
+    usual = planning.runner.requests[-1].usual_floor_ms
+    assert usual is not None and 600.0 < usual < 800.0
     planning.planner.forget()
     planning.search()
-    assert planning.runner.requests[-1].usual_floor is None
+    assert planning.runner.requests[-1].usual_floor_ms is None

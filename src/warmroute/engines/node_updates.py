@@ -18,8 +18,8 @@ log = EventLog("warmroute.engines")
 
 MIN_COMPARED_TOKENS: Final = 50_000
 MIN_COMPARED_PROMPTS: Final = 20
-"""Of the last half minute, for a comparison of the engine's hit rate with the predicted one. The router counts a prompt
-when it sends it, the engine when it begins to prefill it: with few long prompts, the two count different ones."""
+"""The router compares the engine's hit rate with the predicted one if the last half minute has as many. It counts a
+prompt when it sends it, the engine when it begins to prefill it: with few long prompts, they count different ones."""
 DISAGREEMENT: Final = 0.4
 """Difference of the two rates that is logged."""
 AGREEMENT: Final = 0.2

@@ -20,8 +20,8 @@ MIN_REQUESTS: Final = 50
 """Fewer requests say too little about a p90."""
 RECENT_SHARE: Final = 1 / 3
 """Of the recorded time: the arrivals now."""
-MENTIONED: Final = 0.02
-"""The smallest difference from the usual floor that an explanation mentions."""
+MENTIONED: Final = 0.05
+"""An explanation mentions a difference from the usual floor from this fraction of the limit on."""
 SAME_LOAD: Final = 0.01
 """Loads that differ by less than this fraction count as the same."""
 _DEFAULTS: Final = ScalingReplay()
@@ -72,7 +72,7 @@ class ReplayedFleet(msgspec.Struct, kw_only=True, frozen=True):
     good_ratio: float | None = None
     hit_ratio: float = 0.0
     excess: float = 0.0
-    """The largest value relative to its limit, without what is `unusual`. At most 1: the fleet meets the objective."""
+    """The largest value relative to its limit. At most 1: the fleet meets the objective."""
 
     @property
     def question(self) -> tuple[object, ...]:
@@ -88,13 +88,27 @@ def mean_of(one: ReplayedFleet, other: ReplayedFleet, objective: Objective) -> R
         values = [value for value in (getattr(one, name), getattr(other, name)) if value is not None]
         means[name] = sum(values) / len(values) if values else None
     fleet = msgspec.structs.replace(one, **means)
-    is_worse = any(replayed.excess > 1.001 * _excess_of(replayed, objective) for replayed in (one, other))
+    is_worse = any(_is_worse(replayed, objective) for replayed in (one, other))
     worst = max(one.excess, other.excess)
     return msgspec.structs.replace(fleet, excess=worst if is_worse else _excess_of(fleet, objective))
 
 
-def _excess_of(fleet: ReplayedFleet, objective: Objective) -> float:
-    return excess(objective, fleet.ttft_p90_ms, fleet.ttft_p99_ms, fleet.inter_token_p90_ms, fleet.good_ratio)
+def judged_excess(fleet: ReplayedFleet, objective: Objective, unusual_ms: float) -> float:
+    """Return the excess without this part of the TTFT p90. A replay that was stopped, or lost requests, has it whole:
+    then requests wait."""
+    if not unusual_ms or _is_worse(fleet, objective):
+        return fleet.excess
+    return _excess_of(fleet, objective, unusual_ms)
+
+
+def _is_worse(fleet: ReplayedFleet, objective: Objective) -> bool:
+    """Return whether the fleet misses the objective by more than its values say."""
+    return fleet.excess > 1.001 * _excess_of(fleet, objective)
+
+
+def _excess_of(fleet: ReplayedFleet, objective: Objective, unusual_ms: float = 0.0) -> float:
+    ttft_p90_ms = None if fleet.ttft_p90_ms is None else max(0.0, fleet.ttft_p90_ms - unusual_ms)
+    return excess(objective, ttft_p90_ms, fleet.ttft_p99_ms, fleet.inter_token_p90_ms, fleet.good_ratio)
 
 
 class PlanRequest(msgspec.Struct, kw_only=True):
@@ -116,8 +130,8 @@ class PlanRequest(msgspec.Struct, kw_only=True):
     """The fraction of the fleet's requests that is in the recorded traffic: other routers send the rest."""
     target_excess: float = 1.0
     """That of the last plan: above 1 if no fleet meets the objective."""
-    usual_floor: float | None = None
-    """The usual excess of a fleet on which no request waits (usual_floor.py)."""
+    usual_floor_ms: float | None = None
+    """The usual TTFT p90 of a fleet on which hardly any request waits (usual_floor.py)."""
     known: tuple[ReplayedFleet, ...] = ()
     """Replays of the last minutes, which need not be repeated if they are clear enough."""
     predict_current: bool = False
@@ -141,11 +155,10 @@ class FleetPlan(msgspec.Struct, kw_only=True):
     """What more nodes than needed would reach."""
     target_excess: float = 1.0
     """Above 1 if no fleet meets the objective: then the plan is the smallest fleet that comes close to the best."""
-    floor: float | None = None
-    """The excess of a fleet that is so large that no request waits."""
-    unusual: float = 0.0
-    """By how much the floor is above the usual one. The recorded prompts take this much longer on any fleet, so it is
-    subtracted from the excess of each."""
+    floor_ms: float | None = None
+    """The TTFT p90 of a fleet that is so large that hardly any request waits, if it was replayed."""
+    unusual_ms: float = 0.0
+    """By how much the floor is above the usual one. This part of a fleet's TTFT p90 does not count."""
     rises: bool = False
     """Whether the load rises more than chance explains."""
     growth: float = 1.0
@@ -195,7 +208,7 @@ class FleetPlan(msgspec.Struct, kw_only=True):
         if self.skipped:
             return self.skipped
         desired = self.desired_nodes
-        chosen = self.fleet(desired) or self._nearest(desired)
+        chosen = self.fleet(desired) or self._nearest(desired, objective)
         if chosen is None:
             return ""
         parts = [f"{self._named(chosen)}: {describe(chosen, objective, with_limit=True)}"]
@@ -206,18 +219,23 @@ class FleetPlan(msgspec.Struct, kw_only=True):
             parts.append(f"{self._named(smaller)}: {describe(smaller, objective)}")
         if self.larger is not None and _same(chosen.arrivals_per_s, self.larger.arrivals_per_s):
             parts.append(_saving(chosen, self.larger))
-        if self.unusual >= MENTIONED:
-            parts.append(f"{self.unusual:.0%} of the objective is not counted: prompts were longer than usual")
+        if self.unusual_ms >= MENTIONED * objective.ttft_p90_ms:
+            longer = duration(self.unusual_ms)
+            parts.append(f"{longer} of it are not counted: many more nodes also take {longer} longer than usual")
         if self.target_excess > 1.0:
             parts.append("no fleet meets the objective: more nodes would hardly help")
-        elif chosen.excess > 1.0:
+        elif judged_excess(chosen, objective, self.unusual_ms) > 1.0:
             parts.append("the limits allow no fleet that meets the objective")
         return "; ".join(parts)
 
-    def _nearest(self, nodes: int) -> ReplayedFleet | None:
+    def _nearest(self, nodes: int, objective: Objective) -> ReplayedFleet | None:
         """Return the largest smaller fleet that was replayed and met the target, so that this many nodes do, too; else
         the smallest larger one."""
-        smaller = [one for one in self.fleets if one.nodes < nodes and one.excess <= self.target_excess]
+        smaller = [
+            one
+            for one in self.fleets
+            if one.nodes < nodes and judged_excess(one, objective, self.unusual_ms) <= self.target_excess
+        ]
         larger = [one for one in self.fleets if one.nodes > nodes]
         return max(smaller, key=lambda one: one.nodes, default=None) or min(
             larger, key=lambda one: one.nodes, default=None

@@ -30,6 +30,7 @@ from warmroute.scaling.fleet_plan import (
     PlanRequest,
     ReplayedFleet,
     duration,
+    judged_excess,
     too_little_traffic,
 )
 from warmroute.scaling.plan_request import MIN_INTERVALS, CannotPlan
@@ -53,7 +54,7 @@ DEFAULT_LIMIT_MS: Final = 2000.0
 """Limit of the TTFT for this purpose if the objective has none."""
 WRONG_BEFORE_FALLBACK: Final = 3
 RIGHT_BEFORE_RETURN: Final = 2
-MIN_MEASURED: Final = 50
+MIN_MEASURED: Final = 30
 """First tokens or responses: a percentile of fewer is unknown."""
 TTFT_P90: Final = "TTFT p90"
 MIN_STAY: Final = 0.9
@@ -203,7 +204,7 @@ class ReplayPlanner:
             return
         request.share = self._share()
         request.lead_s += self._search_s
-        request.usual_floor = self._usual_floor.excess
+        request.usual_floor_ms = self._usual_floor.ttft_ms
         while self._known and self._known[0][0] < now_s - KNOWN_S:
             self._known.popleft()
         request.known = tuple(fleet for _, fleet in reversed(self._known))
@@ -230,7 +231,9 @@ class ReplayPlanner:
         if plan is None or plan.skipped or self._failing or not plan.rises or plan.target_excess > 1.0 or plan.spare:
             return False
         fleet = plan.fleet(plan.desired_nodes)
-        return fleet is not None and ONLY_JUST < fleet.excess <= 1.0
+        if fleet is None:
+            return False
+        return ONLY_JUST < judged_excess(fleet, self.config.objective, plan.unusual_ms) <= 1.0
 
     def _arrivals_per_s(self, since_s: float, until_s: float) -> float:
         """Return what the meter counted between two times, as far as they are known."""
@@ -264,8 +267,8 @@ class ReplayPlanner:
         if self._failing:
             self._failing = False
             log.info("scaling_replay_recovered", "The autoscaler goes by replay again.")
-        if plan.floor is not None:
-            self._usual_floor.record(plan.floor, started_s, plan.measured_s, self.config.replay.window_s)
+        if plan.floor_ms is not None:
+            self._usual_floor.record(plan.floor_ms, started_s, plan.measured_s, self.config.replay.window_s)
         stats.replays += plan.replays
         stats.cpu_s += plan.cpu_s
         self._search_s = plan.cpu_s / self.config.replay.cpu_share

@@ -308,6 +308,8 @@ class ScalingService:
                 "nodes": plan.nodes,
                 "desired_nodes": plan.desired_nodes,
                 "growth": round(plan.growth, 3),
+                "floor_ttft_p90_ms": round(plan.floor_ms, 1) if plan.floor_ms is not None else None,
+                "unusual_ms": round(plan.unusual_ms, 1),
                 "cpu_s": round(plan.cpu_s, 2),
                 "fleets": msgspec.to_builtins([*plan.fleets, *([plan.larger] if plan.larger is not None else [])]),
             },

@@ -14,20 +14,22 @@ three times the fleet whether it is still so. If the current fleet meets the obj
 
 Two rules against chance, since searches are many and each could buy a node, or keep one:
 - A fleet that misses its limit narrowly is replayed twice, with other copies of conversations, and the mean counts.
-- AMPLE times the fleet is replayed, too: on it hardly any request waits. What its excess is above the usual one is the
-  length of the recorded prompts, not a lack of nodes, and is subtracted from the excess of every fleet.
+- A much larger fleet is replayed, too, on which hardly any request waits (_ample). If its TTFT p90 is above the usual
+  one (usual_floor.py), the recorded prompts are longer than usual. More nodes do not change that, so this difference
+  does not count for any fleet.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from math import ceil
+from itertools import cycle, islice
+from math import ceil, inf
 from typing import Final
 
 import msgspec
 
-from warmroute.replay.planning.fleet_replay import FleetReplay, simulated_nodes
+from warmroute.replay.planning.fleet_replay import HOPELESS, FleetReplay, simulated_nodes
 from warmroute.replay.planning.recorded_request import RecordedRequest
 from warmroute.replay.planning.recorded_traffic import (
     MIN_MEASURED_SHARE,
@@ -43,6 +45,7 @@ from warmroute.scaling.fleet_plan import (
     OfferedNode,
     PlanRequest,
     ReplayedFleet,
+    judged_excess,
     mean_of,
     too_little_traffic,
 )
@@ -72,9 +75,15 @@ SPARE_EXCESS: Final = 0.92
 the next search adds again."""
 NARROWLY: Final = 1.15
 """A fleet that misses its limit by less than this factor is replayed again, with other copies, and the mean counts."""
-AMPLE: Final = 3
+AMPLE: Final = 2.0
+AMPLE_NODES: Final = 8
+AMPLE_SHARE: Final = 0.5
+"""An ample fleet has AMPLE times as many nodes more; but no more than AMPLE_NODES, or AMPLE_SHARE times as many if that
+is more: a large fleet needs relatively few more until hardly any request waits."""
 MAX_UNUSUAL: Final = 0.3
-"""More is not subtracted: then even AMPLE times the nodes may be too few."""
+"""Fraction of the limit of the TTFT p90. A larger difference counts beyond it."""
+OVERLOADED: Final = HOPELESS
+"""Where the current fleet has this excess, requests might wait on the ample one, too."""
 
 
 def plan_fleet(
@@ -158,6 +167,12 @@ def _smallest_fleet(nodes: int, share: float) -> int:
     return max(1, min(nodes - 1, ceil(least / share)))
 
 
+def _ample(nodes: tuple[FleetNode, ...]) -> tuple[FleetNode, ...]:
+    """Return a fleet with as many more nodes, of the same kinds, that hardly any request waits."""
+    more = min(AMPLE * len(nodes), max(AMPLE_NODES, AMPLE_SHARE * len(nodes)))
+    return (*nodes, *islice(cycle(nodes), ceil(more)))
+
+
 def _load_to_remove(expected: Forecast, margin: float) -> float:
     """Return the load that the rest of the fleet has to hold before a node is removed."""
     return expected.growth * (1.0 + margin + max(margin, expected.chance)) * (RISING if expected.rises else 1.0)
@@ -180,8 +195,8 @@ class _Search:
         self._start_s = cpu_s()
         self._fleets: list[ReplayedFleet] = []
         self._target = max(1.0, request.target_excess)
-        self._unusual = 0.0
-        """Subtracted from the excess of every fleet."""
+        self._unusual_ms = 0.0
+        """The part of every fleet's TTFT p90 that does not count."""
 
     @property
     def _late(self) -> bool:
@@ -193,11 +208,14 @@ class _Search:
         growth, chance, margin = self._expected.growth, self._expected.chance, request.margin
         plan = FleetPlan(nodes=len(nodes), growth=growth, chance=chance, margin=margin, rises=self._expected.rises)
         up = plan.load
-        plan.floor, plan.unusual = self._measure_floor(up)
-        current = self._run(nodes, up, limit=1.0) if nodes else None
+        current = self._run(nodes, up) if nodes else None
+        if current is not None:
+            plan.floor_ms = self._measure_floor(current, up)
+            plan.unusual_ms = self._unusual_ms
+            current = self._fleets[0] = self._again_if_narrow(current, nodes, up, None, 1.0)
         if self._target > 1.0 and current is not None:
             self._check_target(current, up)
-        if current is None or current.excess > self._target:
+        if current is None or self._excess(current) > self._target:
             chosen = self._cheapest_addition(current, up)
             if chosen is not None:
                 plan.add, plan.offer = chosen.nodes - len(nodes), chosen.offer
@@ -222,23 +240,31 @@ class _Search:
         if known is not None:
             fleet = msgspec.structs.replace(known, load=known.arrivals_per_s / max(1e-9, self._replay.arrivals_per_s))
         else:
-            fleet = self._replay.run(nodes, load, key)
-            if limit < fleet.excess - self._unusual < NARROWLY * limit and not self._late:
-                again = self._replay.run(nodes, load, key, variant=1)
-                fleet = mean_of(fleet, again, self._request.objective)
-            fleet = msgspec.structs.replace(fleet, excess=max(0.0, fleet.excess - self._unusual))
+            fleet = self._again_if_narrow(self._replay.run(nodes, load, key), nodes, load, key, limit)
         self._fleets.append(fleet)
         return fleet
 
-    def _measure_floor(self, load: float) -> tuple[float | None, float]:
-        """Return the excess of a fleet on which hardly any request waits, and how far it is above the usual one."""
-        nodes, usual = self._request.nodes, self._request.usual_floor
-        if not nodes:
-            return None, 0.0
-        floor = self._replay.run(nodes * AMPLE, load).excess
-        if usual is not None:
-            self._unusual = min(MAX_UNUSUAL, max(0.0, floor - usual))
-        return floor, self._unusual
+    def _again_if_narrow(
+        self, fleet: ReplayedFleet, nodes: Sequence[FleetNode], load: float, offer: OfferKey | None, limit: float
+    ) -> ReplayedFleet:
+        """Replay a fleet that misses this limit narrowly a second time, and return the mean."""
+        if not limit < self._excess(fleet) < NARROWLY * limit or self._late:
+            return fleet
+        return mean_of(fleet, self._replay.run(nodes, load, offer, variant=1), self._request.objective)
+
+    def _excess(self, fleet: ReplayedFleet) -> float:
+        """Return the excess without what is unusual."""
+        return judged_excess(fleet, self._request.objective, self._unusual_ms)
+
+    def _measure_floor(self, current: ReplayedFleet, load: float) -> float | None:
+        """Return the TTFT p90 of a fleet on which hardly any request waits, and find out how unusual it is."""
+        request, limit_ms = self._request, self._request.objective.ttft_p90_ms
+        if not limit_ms or current.excess >= OVERLOADED or self._late:
+            return None
+        floor_ms = self._replay.run(_ample(request.nodes), load).ttft_p90_ms
+        if floor_ms is not None and request.usual_floor_ms is not None:
+            self._unusual_ms = min(MAX_UNUSUAL * limit_ms, max(0.0, floor_ms - request.usual_floor_ms))
+        return floor_ms
 
     def _known(self, nodes: Sequence[FleetNode], load: float, offer: OfferKey | None) -> ReplayedFleet | None:
         """Return an earlier replay of the same fleet that answers the question: with at least as many requests and
@@ -250,8 +276,8 @@ class _Search:
                 continue
             was_more = one.arrivals_per_s >= arrivals_per_s and one.tokens_per_s >= tokens_per_s
             was_less = one.arrivals_per_s <= arrivals_per_s and one.tokens_per_s <= tokens_per_s
-            is_met = one.excess < CLEARLY_MET * self._target
-            if (is_met and was_more) or (one.excess > CLEARLY_MISSED * self._target and was_less):
+            is_met = self._excess(one) < CLEARLY_MET * self._target
+            if (is_met and was_more) or (self._excess(one) > CLEARLY_MISSED * self._target and was_less):
                 return one
         return None
 
@@ -260,13 +286,14 @@ class _Search:
         the traffic may have changed since."""
         offer = next((one for one in self._request.offers if one.most >= 1), None)
         best = current
-        if current.excess > 1.0 and offer is not None:
+        if self._excess(current) > 1.0 and offer is not None:
             nodes = self._request.nodes
             best = self._run((*nodes, *[offer.node] * min(offer.most, 2 * len(nodes))), load, offer)
-        if best.excess <= 1.0:
+        excess = self._excess(best)
+        if excess <= 1.0:
             self._target = 1.0
-        elif CLOSE * best.excess < MUCH_CLOSER * self._target:
-            self._target = CLOSE * best.excess
+        elif CLOSE * excess < MUCH_CLOSER * self._target:
+            self._target = CLOSE * excess
 
     def _cheapest_addition(self, current: ReplayedFleet | None, load: float) -> ReplayedFleet | None:
         best: ReplayedFleet | None = None
@@ -274,18 +301,18 @@ class _Search:
             if offer.most < 1 or self._late:
                 continue
             found = self._smallest_addition(offer, current, load)
-            if current is not None and current.excess <= self._target:
+            if current is not None and self._excess(current) <= self._target:
                 return None  # no fleet meets the objective, and the current one comes close enough
             if found is not None and (best is None or self._is_better(found, best)):
                 best = found
         return best
 
     def _is_better(self, one: ReplayedFleet, other: ReplayedFleet) -> bool:
-        meets, other_meets = one.excess <= self._target, other.excess <= self._target
+        meets, other_meets = self._excess(one) <= self._target, self._excess(other) <= self._target
         if meets != other_meets:
             return meets
         if not meets:
-            return one.excess < other.excess
+            return self._excess(one) < self._excess(other)
         return (one.usd_per_hour, one.nodes) < (other.usd_per_hour, other.nodes)
 
     def _smallest_addition(
@@ -296,29 +323,29 @@ class _Search:
         nodes = self._request.nodes
         tried: dict[int, ReplayedFleet] = {}
 
-        def run(added: int) -> ReplayedFleet:
+        def excess(added: int) -> float:
             if added not in tried:
                 tried[added] = self._run((*nodes, *[offer.node] * added), load, offer, limit=self._target)
-            return tried[added]
+            return self._excess(tried[added])
 
         low, added = 0, 1
-        before = current
-        while run(added).excess > self._target:
+        before = self._excess(current) if current is not None else inf
+        while excess(added) > self._target:
             if added >= offer.most or self._late:
                 break
             low = added
-            hardly = before is not None and tried[added].excess > (1.0 - MIN_IMPROVEMENT) * before.excess
-            before = tried[added]
+            hardly = excess(added) > (1.0 - MIN_IMPROVEMENT) * before
+            before = excess(added)
             added = min(offer.most, max(2 * added, 2 * len(nodes)) if hardly else 2 * added)
-            if hardly and run(added).excess > max(self._target, (1.0 - MIN_IMPROVEMENT) * before.excess):
-                self._target = CLOSE * tried[added].excess
-                if current is not None and current.excess <= self._target:
+            if hardly and excess(added) > max(self._target, (1.0 - MIN_IMPROVEMENT) * before):
+                self._target = CLOSE * excess(added)
+                if current is not None and self._excess(current) <= self._target:
                     return None
                 low = 0
         high = added
-        while high - low > 1 and tried[high].excess <= self._target and not self._late:
+        while high - low > 1 and excess(high) <= self._target and not self._late:
             middle = (low + high) // 2
-            if run(middle).excess <= self._target:
+            if excess(middle) <= self._target:
                 high = middle
             else:
                 low = middle
@@ -331,7 +358,7 @@ class _Search:
         removed = 1
         while removed <= most and not self._late:
             limit = SPARE_EXCESS * self._target
-            if self._run(request.nodes[:-removed], load, limit=limit).excess > limit:
+            if self._excess(self._run(request.nodes[:-removed], load, limit=limit)) > limit:
                 break
             spare, removed = removed, 2 * removed
         return spare
