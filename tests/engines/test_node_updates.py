@@ -143,13 +143,13 @@ def test_hits_of_other_clients_are_not_compared(caplog: pytest.LogCaptureFixture
 
 def test_few_long_prompts_are_not_compared(caplog: pytest.LogCaptureFixture) -> None:
     """The router counts a prompt when it sends it, the engine when it begins to prefill it, here four seconds later.
-    Every other prompt is cached."""
+    Every fourth prompt is not cached, as both know."""
     node, (_, cache) = a_node(), one_node()
     with caplog.at_level(logging.WARNING):
-        for number in range(80):
-            sent, begun = number // 8, max(0, number - 4) // 8
+        for number in range(400):
+            sent, begun = number // 16, max(0, number - 4) // 16
             cache.routed_prompts, cache.routed_tokens = sent, 80_000 * sent
-            cache.predicted_tokens = 80_000 * (sent // 2)
-            counters = EngineCounters(queried_tokens=80_000.0 * begun, hit_tokens=80_000.0 * (begun // 2))
+            cache.predicted_tokens = 80_000 * (sent - sent // 4)
+            counters = EngineCounters(queried_tokens=80_000.0 * begun, hit_tokens=80_000.0 * (begun - begun // 4))
             apply_load_report(node, LoadReport(0, 0, 0.1, 100.0, counters=counters), NodeKvEvents(cache), 10.0 + number)
     assert not caplog.records
