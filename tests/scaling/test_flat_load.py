@@ -35,6 +35,7 @@ class Formula:
     def __init__(self, request: PlanRequest, sample: Sample, _pause: Callable[[], object]) -> None:
         self.arrivals_per_s, self.tokens_per_s = sample.arrivals_per_s, sample.tokens_per_s
         self.replays = self.requests = 0
+        self.measured = len(sample.requests) - sample.warm_up
 
     def run(
         self, nodes: Sequence[FleetNode], load: float, offer: OfferKey | None = None, variant: int = 0

@@ -22,12 +22,15 @@ Results = dict[int, float | tuple[float, float]]
 
 @pytest.fixture
 def plan(monkeypatch: pytest.MonkeyPatch) -> Any:
-    def run(nodes: int, results: Results, **more: Any) -> tuple[FleetPlan, list[tuple[int, int]]]:
+    def run(
+        nodes: int, results: Results, measured_requests: int = 1000, **more: Any
+    ) -> tuple[FleetPlan, list[tuple[int, int]]]:
         asked: list[tuple[int, int]] = []
 
         class Replays:
             replays = requests = 0
             arrivals_per_s = tokens_per_s = 1.0
+            measured = measured_requests
 
             def __init__(self, *_: object) -> None:
                 pass
@@ -103,6 +106,11 @@ def test_an_unusual_floor_does_not_excuse_every_fleet(plan: Any) -> None:
     found, _ = plan(7, {7: 1.6, 8: 1.5, 9: 1.25, 15: 1.2}, usual_floor_ms=800.0)
     assert found.unusual_ms == pytest.approx(600.0), "at most 0.3 of the limit"
     assert found.desired_nodes == 9
+
+
+def test_few_requests_add_few_nodes(plan: Any) -> None:
+    results: Results = {4: 1.9, 5: 1.8, 6: 1.4, 8: 1.1, 12: 0.9}
+    assert [plan(4, results, measured)[0].add for measured in (20, 60, 150, 1000)] == [1, 2, 6, 8]
 
 
 def test_without_a_limit_of_the_ttft_there_is_no_floor(plan: Any) -> None:

@@ -140,7 +140,7 @@ class ReplayPlanner:
         """Arrivals per second that the plan allows for, as the meter counts them."""
         self._wrong = self._right = 0
         self._unreachable_s = float("-inf")
-        self._usual_floor = UsualFloor()
+        self._usual_floor = self._assumed_floor()
         self._failing = False
         self.problem = "no replay has ended yet"
         """Why there is no plan; empty if there is one."""
@@ -155,9 +155,12 @@ class ReplayPlanner:
         """Begin again: what was found before, and what a running search finds, does not count any more."""
         self._generation += 1
         self._known.clear()
-        self._usual_floor = UsualFloor()
+        self._usual_floor = self._assumed_floor()
         self._forget_plan()
         self._started_s = self._unreachable_s = float("-inf")
+
+    def _assumed_floor(self) -> UsualFloor:
+        return UsualFloor.assumed(self.config.objective.ttft_p90_ms, self.config.replay.window_s)
 
     def _forget_plan(self, problem: str = "") -> None:
         """There is no plan any more, and earlier ones do not agree with the next one: other things happened between."""

@@ -53,6 +53,8 @@ class FleetReplay:
         self._block_size = next(size for tokens, size in BLOCK_SIZES if mean_tokens >= tokens)
         self._loads = OtherLoads(sample, self._block_size)
         self.arrivals_per_s, self.tokens_per_s = sample.arrivals_per_s, sample.tokens_per_s
+        self.measured = len(sample.requests) - sample.warm_up
+        """Requests that are measured, as they were recorded."""
         self.replays = self.requests = 0
 
     def run(

@@ -82,6 +82,9 @@ AMPLE_SHARE: Final = 0.5
 is more: a large fleet needs relatively few more until hardly any request waits."""
 MAX_UNUSUAL: Final = 0.3
 """Fraction of the limit of the TTFT p90. A larger difference counts beyond it."""
+REQUESTS_PER_NODE: Final = 25
+"""Measured requests for each node that a search adds: what few requests say may be chance, and the next search
+follows."""
 OVERLOADED: Final = HOPELESS
 """Where the current fleet has this excess, requests might wait on the ample one, too."""
 
@@ -218,7 +221,8 @@ class _Search:
         if current is None or self._excess(current) > self._target:
             chosen = self._cheapest_addition(current, up)
             if chosen is not None:
-                plan.add, plan.offer = chosen.nodes - len(nodes), chosen.offer
+                most = max(1, self._replay.measured // REQUESTS_PER_NODE)
+                plan.add, plan.offer = min(most, chosen.nodes - len(nodes)), chosen.offer
         else:
             plan.spare = self._spare(_load_to_remove(self._expected, margin))
         if request.predict_current and nodes:
