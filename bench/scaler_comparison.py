@@ -25,7 +25,8 @@ hours, times and hit rates of a day on average, and the fraction of the spans of
 
 Each of the others has several settings, and the one that is best in hindsight counts. The last table has the fewest GPU
 hours with which another scaler reaches the objective's p90 over the day, interpolated between two settings of the same
-scaler, and the fewest of those runs that miss the objective less than 2 % of the time. `plan` is the number of nodes
+scaler, and the fewest of those runs that miss the objective less than 2 % of the time. The table `one_setting` has what
+each scaler costs with the same setting on all loads. `plan` is the number of nodes
 that `warmroute plan --margin` finds for the busiest hour, `scaler` what the scaler has then.
 
 --runs DIR keeps the result of each run there, and takes those that are there already. --kept shows only these.
@@ -284,6 +285,7 @@ def show(
     for load, text, one in done:
         by_load.setdefault(load, {}).setdefault(text, []).append(one)
     figures: dict[str, dict[str, Figures]] = {}
+    usd: dict[str, dict[str, float]] = {}
     for load, runs in by_load.items():
         columns = ("hit rate", "TTFT p50, ms", "p90", "p99", "objective missed")
         report.table(load, "scaler", "GPU hours", "USD", "nodes", "changes", *columns)
@@ -294,8 +296,10 @@ def show(
                 rows[text] = _row(load, text, days, data)
                 p90_ms = _mean(one["ttft_ms"]["p90"] for one in days)
                 found[text] = Figures(_mean(map(_hours, days)), p90_ms, missed_share(days))
-        for row in rows.values():
+        for text, row in rows.items():
             report.row(*row)
+            usd.setdefault(text, {})[load] = float(str(row[2]))
+    _show_one_setting(figures, usd, report)
     report.table(
         "objective", "load", "objective, ms", "GPU hours", "TTFT p90, ms", "missed", "fewest hours of another scaler",
         "ours / other", "fewest hours that miss under 2 %", "ours / other", "hindsight", "ours / hindsight",
@@ -307,6 +311,16 @@ def show(
             planned_nodes = str(runs["plan"][0]["nodes"]) if "plan" in runs else before[load][-2] if before else "–"
             cells = _comparison(figures[load], day_load(load, data).objective_ms)
             report.row(load, *cells, planned_nodes, ", ".join(str(_nodes_at_noon(one)) for one in runs[OURS]))
+
+
+def _show_one_setting(figures: dict[str, dict[str, Figures]], usd: dict[str, dict[str, float]], report: Report) -> None:
+    """Show what the same scaler with the same setting costs on all loads together, and how often it misses."""
+    report.table("one_setting", "scaler", "USD", *(f"{load}, missed" for load in figures))
+    everywhere = [text for text, by_load in usd.items() if len(by_load) == len(figures)]
+    for text in sorted(everywhere, key=lambda text: sum(usd[text].values())):
+        if not text.startswith(("fixed", "cron", "hindsight")):
+            missed = (f"{by_text[text].missed:.1%}" for by_text in figures.values())
+            report.row(text, f"{sum(usd[text].values()):.0f}", *missed)
 
 
 def _row(load: str, text: str, days: Days, data: Path | None) -> list[Cell]:
