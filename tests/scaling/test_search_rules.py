@@ -117,6 +117,7 @@ def test_without_a_limit_of_the_ttft_there_is_no_floor(plan: Any) -> None:
     found, asked = plan(4, {3: 2.0, 4: 0.9}, objective=Objective(ttft_p90_ms=0.0, ttft_p99_ms=2000.0))
     assert (12, 0) not in asked
     assert found.floor_ms is None
+    assert UNUSUAL not in found.explain(Objective(ttft_p90_ms=0.0, ttft_p99_ms=2000.0))
 
 
 def test_an_earlier_replay_is_judged_by_what_is_unusual_now(plan: Any) -> None:

@@ -219,7 +219,7 @@ class FleetPlan(msgspec.Struct, kw_only=True):
             parts.append(f"{self._named(smaller)}: {describe(smaller, objective)}")
         if self.larger is not None and _same(chosen.arrivals_per_s, self.larger.arrivals_per_s):
             parts.append(_saving(chosen, self.larger))
-        if self.unusual_ms >= MENTIONED * objective.ttft_p90_ms:
+        if self.unusual_ms > MENTIONED * objective.ttft_p90_ms:
             longer = duration(self.unusual_ms)
             parts.append(f"{longer} of it are not counted: many more nodes also take {longer} longer than usual")
         if self.target_excess > 1.0:
