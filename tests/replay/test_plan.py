@@ -87,6 +87,47 @@ def test_the_chance_of_a_workload_is_that_of_its_conversations() -> None:
     assert chats.chance == pytest.approx(2.0 * alone.chance, rel=0.25)
 
 
+CHATS = ["multi_turn_chat", "turns=10", "think_s=30", "--rate", "2", "--limit", "400", "--profile", "l4-1.5b"]
+
+
+def test_a_plan_says_that_the_load_still_rises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Conversations go on while others begin: without a warm-up, the plan is for the first minutes of the load."""
+    nodes: list[int] = []
+    command = ["plan", *CHATS, "--ttft-p90", "1s", "--policy", "price", "--quiet", "--json"]
+    for words in ([], ["--warm-up", "600s"]):
+        assert main([*command, str(tmp_path / "plan.json"), *words]) == 0
+        (one,) = json.loads((tmp_path / "plan.json").read_text())["plan"]
+        assert all(run["requests"] == 400 for run in one["runs"])
+        nodes.append(one["nodes"])
+        assert ("The load still rises" in " ".join(capsys.readouterr().out.split())) == (not words)
+    assert nodes[0] < nodes[1]
+
+
+def test_a_warm_up_in_seconds_keeps_the_times_of_a_trace(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    rows = [{"timestamp": 500 * at, "input_length": 64, "output_length": 4, "hash_ids": [at]} for at in range(40)]
+    trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    played = tmp_path / "replay.json"
+    assert main(["replay", str(trace), "--nodes", "1", "--warm-up", "10s", "--json", str(played), "--quiet"]) == 0
+    assert all(run["requests"] == 20 for run in json.loads(played.read_text())["runs"])
+
+
+@pytest.mark.parametrize("warm_up", ["40", "20s"])
+def test_a_warm_up_that_leaves_nothing_to_measure_is_an_error(
+    warm_up: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "trace.jsonl"
+    row = {"input_length": 64, "output_length": 4, "hash_ids": [1]}
+    trace.write_text("".join(json.dumps({"timestamp": 500 * at, **row}) + "\n" for at in range(40)))
+    assert main(["replay", str(trace), "--nodes", "1", "--warm-up", warm_up, "--quiet"]) == 2
+    assert "trace: all its requests are in the warm-up" in " ".join(capsys.readouterr().err.split())
+
+
+def test_clients_without_arrival_times_have_no_warm_up_in_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["replay", "rag", "--concurrency", "2", "--warm-up", "10s", "--quiet"]) == 2
+    assert "--concurrency have no arrival times" in " ".join(capsys.readouterr().err.split())
+
+
 def test_more_load_is_a_higher_rate_or_a_faster_trace() -> None:
     setup = Setup(workload=Trace(Path("trace.jsonl"), 2.0), nodes=(), policy=parse_policy("price"))
     faster = with_load(setup, 1.5).workload

@@ -71,6 +71,15 @@ def test_a_plan_names_the_fleet_that_was_replayed_if_the_wanted_one_was_not() ->
     assert larger.startswith("5 nodes, which earlier plans wanted and this search did not replay; 6 nodes: TTFT p90")
 
 
+def test_a_plan_says_why_it_adds_fewer_nodes_than_are_needed() -> None:
+    wanted = plan(add=1, postponed=2, offer=CHEAP.key, fleets=fleets(9.0, 4.0, 2.8, 1.5, smallest=4))
+    assert wanted.explain(Scaling().objective) == (
+        "7 nodes: TTFT p90 1.5 s (objective 2 s); 5 nodes for now: too few requests to add more at once; "
+        "6 nodes: TTFT p90 2.8 s"
+    )
+    assert Decisions().decide(steady(), wanted).desired_nodes == 5
+
+
 def test_an_offer_that_is_not_available_any_more_is_replaced() -> None:
     decisions = Decisions()
     decisions.scaler._offers.back_off(DEAR.key, "no capacity", 90.0)

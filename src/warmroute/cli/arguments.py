@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 _WHOLE = re.compile(r"\s*[-+]?[0-9](_?[0-9]){0,17}\s*")
 
@@ -70,6 +70,20 @@ def _range(what: str, minimum: float | None, maximum: float | None) -> str:
     return what
 
 
+class WarmUp(NamedTuple):
+    """What a replay does not measure: the first requests, or those of the first seconds."""
+
+    requests: int = 0
+    seconds: float = 0.0
+
+
+def warm_up(text: str) -> WarmUp:
+    """A number of requests, or of seconds with an s behind it."""
+    seconds = text.strip().removesuffix("s")
+    return WarmUp(seconds=_warm_up_s(seconds)) if seconds != text.strip() else WarmUp(_warm_up_requests(text))
+
+
+_warm_up_requests, _warm_up_s = whole(0), number(0.0, 604_800.0)
 port = whole(0, 65_535)
 fraction = number(0.0, 1.0)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from warmroute.cli.arguments import number, output_file, whole
+from warmroute.cli.arguments import WarmUp, number, output_file, warm_up, whole
 from warmroute.cli.column_tables import TableColumn, fit_tables
 from warmroute.cli.terminal import console, progress_bar, write_json
 from warmroute.config import ConfigError, Objective, ScalingReplay
@@ -25,6 +25,10 @@ WORKLOAD is a trace (.jsonl or .jsonl.gz in Mooncake's format) or a generator, a
 Example: warmroute plan trace.jsonl.gz --ttft-p90 500ms --profile 2xh100-32b --usd 5
 """
 POLICIES = ("price", "round_robin")
+RISING_LOAD = (
+    "The load still rises while it is measured: conversations go on while others begin. A longer --warm-up, such as "
+    "3600s, sizes the fleet for the steady load."
+)
 WITH_ROLES = " (prefill + decode)"
 
 
@@ -87,7 +91,12 @@ def add_to(commands: Any) -> None:
         "--limit", type=whole(1), metavar="N", help="stop after N requests (default: the whole trace, or 2000)"
     )
     parser.add_argument(
-        "--warm-up", type=whole(0), default=0, metavar="N", help="do not measure the first N requests (default: 0)"
+        "--warm-up",
+        type=warm_up,
+        default=WarmUp(),
+        metavar="N",
+        help="do not measure the first N requests; with an s, such as 3600s, those of about the first N seconds "
+        "(default: 0)",
     )
     parser.add_argument("--seed", type=whole(), default=1, help="seed of all random choices (default: 1)")
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write all results as JSON")
@@ -105,11 +114,12 @@ def parse_duration_ms(text: str) -> float:
 
 def run(args: argparse.Namespace) -> int:
     from warmroute.replay import BadPolicy
+    from warmroute.replay.expected_arrivals import load_rises
     from warmroute.replay.workloads.catalog import BadWorkload
     from warmroute.replay.workloads.trace import BadTrace
 
     try:
-        results, limits, margin = plan(args)
+        results, limits, margin, setup = plan(args)
     except (BadWorkload, BadTrace, BadPolicy) as error:
         raise ConfigError(str(error)) from None
     if args.json:
@@ -128,10 +138,12 @@ def run(args: argparse.Namespace) -> int:
         out.print(table)
     for line in summary_lines(results, args, limits, margin):
         out.print(line, highlight=False)
+    if load_rises(setup):
+        out.print(RISING_LOAD, highlight=False)
     return 0 if all(one.nodes is not None for one in results) else 1
 
 
-def plan(args: argparse.Namespace) -> tuple[list[NodesNeeded], Limits, LoadMargin | None]:
+def plan(args: argparse.Namespace) -> tuple[list[NodesNeeded], Limits, LoadMargin | None, Setup]:
     """Find the nodes that each policy needs. Raises ConfigError, BadWorkload, BadTrace or BadPolicy."""
     from warmroute.replay import parse_policy
     from warmroute.replay.load_margin import load_margin, with_load
@@ -164,7 +176,7 @@ def plan(args: argparse.Namespace) -> tuple[list[NodesNeeded], Limits, LoadMargi
                 with_roles.policy += WITH_ROLES
                 results.append(with_roles)
             bar.remove_task(task)
-    return results, limits, margin
+    return results, limits, margin, setup
 
 
 def _setup(args: argparse.Namespace) -> Setup:
@@ -184,7 +196,8 @@ def _setup(args: argparse.Namespace) -> Setup:
         conditions=Conditions(seed=args.seed),
         rate=args.rate,
         limit=args.limit,
-        warm_up=args.warm_up,
+        warm_up=args.warm_up.requests,
+        warm_up_s=args.warm_up.seconds,
     )
 
 
@@ -232,7 +245,7 @@ def summary_lines(
     first, *others = results
     if first.nodes is None:
         return [_failure(first, args, limits)]
-    lines = [f"This workload needs {first.nodes * gpus} GPUs with {first.policy}."]
+    lines = [f"This workload needs {_count_of_gpus(first.nodes * gpus)} with {first.policy}."]
     for one in others:
         if one.nodes is None:
             lines.append(f"With {one.policy} it would need more than {max(one.runs) * gpus}.")
@@ -244,6 +257,10 @@ def summary_lines(
             f"Replayed with {margin.load:.0%} of the load: margin {margin.margin:.0%}, chance {margin.chance:.0%}."
         )
     return lines
+
+
+def _count_of_gpus(count: int) -> str:
+    return "1 GPU" if count == 1 else f"{count} GPUs"
 
 
 def _failure(one: NodesNeeded, args: argparse.Namespace, limits: Limits) -> str:

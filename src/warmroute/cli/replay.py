@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from warmroute.cli.arguments import fraction, number, output_file, several, whole
+from warmroute.cli.arguments import WarmUp, fraction, number, output_file, several, warm_up, whole
 from warmroute.cli.terminal import console, print_runs, progress_bar, write_json
 from warmroute.config import ConfigError
 from warmroute.config.node_settings import Role
@@ -113,7 +113,12 @@ def add_to(commands: Any) -> None:
     )
     load.add_argument("--duration", type=number(above=0), metavar="S", help="no new requests after S seconds")
     load.add_argument(
-        "--warm-up", type=whole(0), default=0, metavar="N", help="do not measure the first N requests (default: 0)"
+        "--warm-up",
+        type=warm_up,
+        default=WarmUp(),
+        metavar="N",
+        help="do not measure the first N requests; with an s, such as 3600s, those of about the first N seconds "
+        "(default: 0)",
     )
     load.add_argument(
         "--warm-rate",
@@ -235,6 +240,8 @@ def create_setups(args: argparse.Namespace) -> list[Setup]:
     conditions, nodes = _conditions(args), _nodes(args)
     if conditions.replicas > 1 and (args.autoscale or args.scaler):
         raise ConfigError("--replicas: not together with --autoscale or --scaler")
+    if args.warm_up.seconds and args.concurrency:
+        raise ConfigError("--warm-up: clients of --concurrency have no arrival times: give a number of requests")
     return [
         Setup(
             workload=workload,
@@ -247,7 +254,8 @@ def create_setups(args: argparse.Namespace) -> list[Setup]:
             open_loop=args.open_loop,
             limit=args.limit,
             duration_s=args.duration,
-            warm_up=args.warm_up,
+            warm_up=args.warm_up.requests,
+            warm_up_s=args.warm_up.seconds,
             warm_rate=args.warm_rate,
             queue_threshold=None if threshold is None else int(threshold),
             faults=tuple(parse_fault(line) for line in args.fault),
@@ -411,7 +419,7 @@ def _measured(setup: Setup, args: argparse.Namespace) -> Measured | None:
     changed = args.rate or args.concurrency or args.day or args.scale_rate != 1.0
     if not isinstance(setup.workload, Trace) or changed:
         return None
-    return measure(setup.workload, args.warm_up, args.limit, args.duration)
+    return measure(setup.workload, setup.unmeasured, args.limit, args.duration)
 
 
 def _replay_all(setups: list[Setup], args: argparse.Namespace, measured: Measured | None) -> list[Run]:

@@ -9,15 +9,12 @@ from zlib import crc32
 import msgspec
 
 from warmroute.config import ScalingReplay
+from warmroute.replay.expected_arrivals import expected_arrivals
 from warmroute.replay.planning.recorded_request import RecordedRequest
 from warmroute.replay.planning.recorded_traffic import MAX_CHANCE, chance_of
 from warmroute.replay.run import Setup
-from warmroute.replay.workloads.arrivals import with_follow_ups
 from warmroute.replay.workloads.catalog import Trace
 from warmroute.scaling.fleet_plan import RECENT_SHARE
-
-ANSWER_MS_PER_TOKEN = 20.0
-"""To place the turns of a generator's conversations before anything is simulated."""
 
 
 class LoadMargin(msgspec.Struct, frozen=True):
@@ -55,12 +52,9 @@ def with_load(setup: Setup, load: float) -> Setup:
 
 
 def _recorded(setup: Setup) -> list[RecordedRequest]:
-    most, until_ms = setup.requests, 1000.0 * setup.duration_s if setup.duration_s is not None else None
     found: list[RecordedRequest] = []
     by_number: dict[int, int] = {}
-    for at_ms, prompt in with_follow_ups(setup.arrivals(), ANSWER_MS_PER_TOKEN):
-        if (most is not None and len(found) >= most + setup.warm_up) or (until_ms is not None and at_ms > until_ms):
-            break
+    for at_ms, prompt in expected_arrivals(setup):
         conversation = crc32(prompt.session) if prompt.session else len(found)
         conversation = by_number.get(prompt.follows, conversation) if prompt.follows >= 0 else conversation
         if prompt.number >= 0:

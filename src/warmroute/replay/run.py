@@ -15,8 +15,8 @@ from warmroute.replay.simulation.queue_threshold import QueueThresholdPolicy
 from warmroute.replay.simulation.simulated_scaling import ScalingSetup, SimulatedScaling
 from warmroute.replay.simulation.world import World
 from warmroute.replay.summary import Run, over_ttft_limit, rounded, scaling_summary, summary
-from warmroute.replay.workloads.arrivals import follow_daily_curve, with_warm_up
-from warmroute.replay.workloads.catalog import Workload
+from warmroute.replay.workloads.arrivals import follow_daily_curve, requests_before, with_warm_up
+from warmroute.replay.workloads.catalog import BadWorkload, Workload
 from warmroute.replay.workloads.workload_prompt import WorkloadPrompt
 
 Progress = Callable[[int], object]
@@ -47,6 +47,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     warm_up: int = 0
     """Requests before the measured ones, sent at `warm_rate`."""
     warm_rate: float | None = None
+    warm_up_s: float = 0.0
+    """Seconds before the measured requests, if their number is not given. Requests in them keep their times."""
     queue_threshold: int | None = None
     faults: tuple[ScheduledFault, ...] = ()
     day_s: float | None = None
@@ -65,6 +67,11 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
         if self.limit is not None or self.duration_s is not None:
             return self.limit
         return self.workload.requests
+
+    @property
+    def unmeasured(self) -> int:
+        """Number of requests before the measured ones; with `warm_up_s` an expected one."""
+        return requests_before(self.arrivals(), 1000.0 * self.warm_up_s) if self.warm_up_s else self.warm_up
 
     def arrivals(self) -> Iterator[WorkloadPrompt]:
         seed = self.conditions.seed
@@ -103,15 +110,17 @@ def replay(setup: Setup, progress: Progress | None = None) -> Run:
     prompts = setup.arrivals()
     if progress is not None:
         prompts = _with_progress(prompts, world, progress)
-    limit = setup.requests
     world.run(
         prompts,
         concurrency=setup.concurrency,
-        limit=None if limit is None else limit + setup.warm_up,
+        limit=setup.requests,
         duration_s=setup.duration_s,
         warm_up=setup.warm_up,
+        warm_up_s=setup.warm_up_s,
         waits=not setup.open_loop,
     )
+    if not world.is_measuring:
+        raise BadWorkload(f"{setup.workload.name}: all its requests are in the warm-up")
     run = {**setup.describe(), "loop": world.loop, **summary(world)}
     if setup.ceiling_ms is not None:
         run["ceiling"] = over_ttft_limit(world)
@@ -146,7 +155,7 @@ def oracle_run(setup: Setup) -> Run:
     """Return the hit rate of one cache as large as the fleet's. It has no times."""
     blocks = sum(spec.engine().num_blocks - 1 for spec in setup.nodes)
     hit_rate, count = single_cache_hit_rate(
-        setup.arrivals(), blocks, setup.nodes[0].block_size, setup.requests, setup.duration_s, setup.warm_up
+        setup.arrivals(), blocks, setup.nodes[0].block_size, setup.requests, setup.duration_s, setup.unmeasured
     )
     nothing = {"p50": None, "p90": None, "p99": None, "mean": None}
     return {**setup.describe(), "requests": count, "hit_rate": rounded(hit_rate), "ttft_ms": nothing}

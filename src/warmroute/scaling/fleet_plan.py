@@ -147,6 +147,8 @@ class FleetPlan(msgspec.Struct, kw_only=True):
     nodes: int = 0
     """Size of the current fleet, pending nodes included."""
     add: int = 0
+    postponed: int = 0
+    """Nodes that this search would add, too, if it had measured more requests."""
     offer: OfferKey | None = None
     spare: int = 0
     """How many nodes the fleet could do without."""
@@ -207,13 +209,15 @@ class FleetPlan(msgspec.Struct, kw_only=True):
         """Return why this is the size that the fleet should have."""
         if self.skipped:
             return self.skipped
-        desired = self.desired_nodes
+        desired = self.desired_nodes + self.postponed
         chosen = self.fleet(desired) or self._nearest(desired, objective)
         if chosen is None:
             return ""
         parts = [f"{self._named(chosen)}: {describe(chosen, objective, with_limit=True)}"]
         if chosen.nodes != desired:
             parts.insert(0, f"{count_of_nodes(desired)}, which earlier plans wanted and this search did not replay")
+        if self.postponed:
+            parts.append(f"{count_of_nodes(self.desired_nodes)} for now: too few requests to add more at once")
         smaller = self.fleet(chosen.nodes - 1)
         if smaller is not None:
             parts.append(f"{self._named(smaller)}: {describe(smaller, objective)}")

@@ -222,7 +222,9 @@ class _Search:
             chosen = self._cheapest_addition(current, up)
             if chosen is not None:
                 most = max(1, self._replay.measured // REQUESTS_PER_NODE)
-                plan.add, plan.offer = min(most, chosen.nodes - len(nodes)), chosen.offer
+                wanted = chosen.nodes - len(nodes)
+                plan.add, plan.offer = min(most, wanted), chosen.offer
+                plan.postponed = wanted - plan.add
         else:
             plan.spare = self._spare(_load_to_remove(self._expected, margin))
         if request.predict_current and nodes:
@@ -373,7 +375,8 @@ class _Search:
         offer = next((one for one in request.offers if plan.offer in (None, one.offer)), None)
         if offer is None:
             return None
-        added = plan.add - plan.spare + max(1, round((LARGER - 1.0) * plan.desired_nodes))
+        planned = plan.desired_nodes + plan.postponed
+        added = planned - plan.nodes + max(1, round((LARGER - 1.0) * planned))
         if added < 1:
             return None
         return self._replay.run((*request.nodes, *[offer.node] * added), load, offer.offer)

@@ -51,6 +51,10 @@ class Clients:
         """Whether clients wait for answers: they are numbered, or the workload has conversations."""
         return self._concurrency is not None or self.turns > 0
 
+    def limit_to(self, limit: int | None) -> None:
+        """Send at most this many requests from now on."""
+        self._remaining = limit if limit is not None else -1
+
     def start(self) -> None:
         for _ in range(self._concurrency or 1):
             self._send_next()

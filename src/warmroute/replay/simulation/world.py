@@ -75,6 +75,7 @@ class World:
         """Called with each prompt that reaches a router."""
         self._clients: Clients | None = None
         self._warm_up = -1
+        self.is_measuring = True
         self._measured_ms: float | None = None
         self._prefills = 0
         self._prefilling: dict[str, Callable[[], object]] = {}
@@ -195,25 +196,37 @@ class World:
         limit: int | None = None,
         duration_s: float | None = None,
         warm_up: int = 0,
+        warm_up_s: float = 0.0,
         waits: bool = True,
     ) -> None:
-        """Run until every request of the workload has ended. The first `warm_up` requests are not measured."""
+        """Run until every request of the workload has ended. The first `warm_up` requests are not measured, or those of
+        the first `warm_up_s`; then `limit` requests are."""
         self._warm_up = self.arrivals + warm_up if warm_up else -1
         self._measured_ms = None if duration_s is None else duration_s * 1000.0
-        clients = self._clients = Clients(self, prompts, concurrency, limit, waits=waits)
-        if not warm_up:
+        self.is_measuring = not warm_up and not warm_up_s
+        first_limit = limit + warm_up if limit is not None and not warm_up_s else None
+        clients = self._clients = Clients(self, prompts, concurrency, first_limit, waits=waits)
+        if self.is_measuring:
             self._end_measuring_later()
+        elif warm_up_s:
+            self.calendar.after(1000.0 * warm_up_s, self._end_warm_up, limit)
         clients.start()
         self.calendar.run(lambda: self.inflight > 0 or clients.scheduled > 0)
 
     def measure_from_now(self) -> None:
         """End the warm-up: requests that arrived before now are not measured."""
+        self.is_measuring = True
         ceiling_ms = self.results.ceiling_ms
         self.results = RequestResults(self.calendar.now_ms)
         self.results.ceiling_ms = ceiling_ms
         for sim in self.nodes.values():
             sim.measure_from(self.calendar.now_ms)
         self._end_measuring_later()
+
+    def _end_warm_up(self, limit: int | None) -> None:
+        assert self._clients is not None
+        self._clients.limit_to(limit)
+        self.measure_from_now()
 
     def _end_measuring_later(self) -> None:
         if self._clients is not None and self._measured_ms is not None:

@@ -1,0 +1,43 @@
+"""When the requests of a setup would arrive, known before anything is simulated: an answer is assumed to take
+ANSWER_MS_PER_TOKEN for each token, and the next turn of a conversation follows it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import inf
+
+from warmroute.replay.run import Setup
+from warmroute.replay.workloads.arrivals import ANSWER_MS_PER_TOKEN, with_follow_ups
+from warmroute.replay.workloads.catalog import Trace
+from warmroute.replay.workloads.workload_prompt import WorkloadPrompt
+
+RISING = 1.25
+"""The load rises if the second half of the measured time has this many times as many requests as the first half."""
+MIN_REQUESTS = 100
+"""Fewer say too little about that."""
+
+
+def expected_arrivals(setup: Setup) -> Iterator[tuple[float, WorkloadPrompt]]:
+    """Return the measured requests of the setup in the order of their times."""
+    most, unmeasured = setup.requests, setup.unmeasured
+    end_ms = inf
+    for number, (at_ms, prompt) in enumerate(with_follow_ups(setup.arrivals(), ANSWER_MS_PER_TOKEN)):
+        if number == unmeasured and setup.duration_s is not None:
+            end_ms = at_ms + 1000.0 * setup.duration_s
+        if (most is not None and number >= most + unmeasured) or at_ms > end_ms:
+            return
+        if number >= unmeasured:
+            yield at_ms, prompt
+
+
+def load_rises(setup: Setup) -> bool:
+    """Return whether the load of a generator still rises while it is measured: as many conversations begin as before,
+    but the earlier ones have not ended."""
+    if isinstance(setup.workload, Trace) or setup.concurrency is not None or setup.day_s is not None:
+        return False
+    measured = [at_ms for at_ms, _ in expected_arrivals(setup)]
+    if len(measured) < MIN_REQUESTS:
+        return False
+    middle_ms = (measured[0] + measured[-1]) / 2
+    first = sum(at_ms < middle_ms for at_ms in measured)
+    return len(measured) - first > RISING * first
