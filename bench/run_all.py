@@ -49,7 +49,7 @@ AFFINE = "--policy session:load_factor=inf --policy round_robin"
 LONG_CHATS = "multi_turn_chat systems=12 system_tokens=1500 turns=8 message_tokens=400 output_tokens=200 think_s=8"
 REPLAYS = {
     "policies": "policy_comparison.py --data DATA --limit 800 --seeds 3",
-    "queue_orders": "queue_orders.py --data DATA",
+    "queue_orders": "queue_orders.py --data DATA --seeds 6",
     "order_bounds": "order_bounds.py --data DATA",
     "reuse_estimates": "reuse_estimates.py --data DATA",
     "policies_llm_d": "policy_comparison.py --workload llm_d --policy sglang --limit 2500 --seeds 3",
