@@ -76,6 +76,8 @@ MAX_NODES = 20
 MISS_SPAN_S = 600.0
 PART_S = 1800.0
 """Of the schedule."""
+STEADY_S = 7200.0
+"""Before the measured hour of a plan: sessions of agents go on for half an hour on average, and some for hours."""
 MISSED_SHARE = 0.1
 MISSED_TIME = 0.02
 MAX_SCHEDULES = 12
@@ -215,7 +217,7 @@ def planned(load: str, data: Path | None, share: float, *, margin: bool = False)
         policy=parse_policy("price"),
         rate=share * day.rate,
         duration_s=3600.0,
-        warm_up=round(share * day.rate * 600),
+        warm_up_s=STEADY_S,
     )
     if margin:
         setup = with_load(setup, load_margin(setup, ScalingReplay().margin).load)
@@ -292,7 +294,7 @@ def show(
         rows: dict[str, list[Cell]] = {row[0]: row for row in recorded.get(load, {}).get("rows", ())}
         found = figures.setdefault(load, {text: _figures_of(row) for text, row in rows.items()})
         for text, days in runs.items():
-            if text != "plan":
+            if text not in OF_THE_LOAD:
                 rows[text] = _row(load, text, days, data)
                 p90_ms = _mean(one["ttft_ms"]["p90"] for one in days)
                 found[text] = Figures(_mean(map(_hours, days)), p90_ms, missed_share(days))
