@@ -12,8 +12,9 @@ from warmroute.cli.main import main
 from warmroute.cli.plan import parse_duration_ms
 from warmroute.fake_engine.profiles import profile
 from warmroute.replay import Setup, parse_policy
+from warmroute.replay.expected_arrivals import load_rises
 from warmroute.replay.load_margin import LoadMargin, load_margin, with_load
-from warmroute.replay.simulation.conditions import NodeSpec
+from warmroute.replay.simulation.conditions import Conditions, NodeSpec
 from warmroute.replay.workloads.catalog import Trace, parse_workload
 
 WORKLOAD = ["shared_system_prompts", "system_tokens=3000", "question_tokens=1500", "output_tokens=60", "prompts=20"]
@@ -108,24 +109,37 @@ def test_a_warm_up_in_seconds_keeps_the_times_of_a_trace(tmp_path: Path) -> None
     rows = [{"timestamp": 500 * at, "input_length": 64, "output_length": 4, "hash_ids": [at]} for at in range(40)]
     trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
     played = tmp_path / "replay.json"
-    assert main(["replay", str(trace), "--nodes", "1", "--warm-up", "10s", "--json", str(played), "--quiet"]) == 0
+    command = ["replay", str(trace), "--nodes", "1", "--policy", "price", "--policy", "oracle", "--quiet"]
+    assert main([*command, "--warm-up", "10s", "--json", str(played)]) == 0
     assert all(run["requests"] == 20 for run in json.loads(played.read_text())["runs"])
 
 
-@pytest.mark.parametrize("warm_up", ["40", "20s"])
+@pytest.mark.parametrize("policy", ["price", "oracle"])
+@pytest.mark.parametrize("warm_up", ["40", "20s", "19.6s"])
 def test_a_warm_up_that_leaves_nothing_to_measure_is_an_error(
-    warm_up: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    warm_up: str, policy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trace = tmp_path / "trace.jsonl"
     row = {"input_length": 64, "output_length": 4, "hash_ids": [1]}
     trace.write_text("".join(json.dumps({"timestamp": 500 * at, **row}) + "\n" for at in range(40)))
-    assert main(["replay", str(trace), "--nodes", "1", "--warm-up", warm_up, "--quiet"]) == 2
-    assert "trace: all its requests are in the warm-up" in " ".join(capsys.readouterr().err.split())
+    command = ["replay", str(trace), "--nodes", "1", "--policy", policy, "--quiet"]
+    assert main([*command, "--warm-up", warm_up]) == 2
+    assert "trace: there is no request to measure" in " ".join(capsys.readouterr().err.split())
 
 
 def test_clients_without_arrival_times_have_no_warm_up_in_seconds(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["replay", "rag", "--concurrency", "2", "--warm-up", "10s", "--quiet"]) == 2
     assert "--concurrency have no arrival times" in " ".join(capsys.readouterr().err.split())
+    assert main(["replay", "rag", "--warm-rate", "2", "--warm-up", "10s", "--quiet"]) == 2
+    assert "--warm-rate: requests of a warm-up in seconds" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_requests_without_conversations_do_not_rise_by_chance(seed: int) -> None:
+    nodes = (NodeSpec("node", profile("l4-1.5b")),)
+    for name, limit in (("rag", 100), ("unique_batch", 150)):
+        setup = Setup(workload=parse_workload([name]), nodes=nodes, policy=parse_policy("price"), limit=limit)
+        assert not load_rises(msgspec.structs.replace(setup, conditions=Conditions(seed=seed)))
 
 
 def test_more_load_is_a_higher_rate_or_a_faster_trace() -> None:
@@ -133,6 +147,7 @@ def test_more_load_is_a_higher_rate_or_a_faster_trace() -> None:
     faster = with_load(setup, 1.5).workload
     assert isinstance(faster, Trace) and faster.speed == 3.0
     assert with_load(msgspec.structs.replace(setup, rate=4.0), 1.5).rate == 6.0
+    assert with_load(msgspec.structs.replace(setup, warm_up_s=30.0), 1.5).warm_up_s == 20.0, "the same requests"
     assert with_load(msgspec.structs.replace(setup, workload=parse_workload(["rag", "rate=2"])), 1.5).rate == 3.0
 
 

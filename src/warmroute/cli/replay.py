@@ -242,6 +242,8 @@ def create_setups(args: argparse.Namespace) -> list[Setup]:
         raise ConfigError("--replicas: not together with --autoscale or --scaler")
     if args.warm_up.seconds and args.concurrency:
         raise ConfigError("--warm-up: clients of --concurrency have no arrival times: give a number of requests")
+    if args.warm_up.seconds and args.warm_rate:
+        raise ConfigError("--warm-rate: requests of a warm-up in seconds keep their times")
     return [
         Setup(
             workload=workload,

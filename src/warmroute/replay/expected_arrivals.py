@@ -13,8 +13,8 @@ from warmroute.replay.workloads.workload_prompt import WorkloadPrompt
 
 RISING = 1.25
 """The load rises if the second half of the measured time has this many times as many requests as the first half."""
-MIN_REQUESTS = 100
-"""Fewer say too little about that."""
+ERRORS = 3.0
+"""A difference of the two by fewer standard errors is chance."""
 
 
 def expected_arrivals(setup: Setup) -> Iterator[tuple[float, WorkloadPrompt]]:
@@ -35,9 +35,10 @@ def load_rises(setup: Setup) -> bool:
     but the earlier ones have not ended."""
     if isinstance(setup.workload, Trace) or setup.concurrency is not None or setup.day_s is not None:
         return False
-    measured = [at_ms for at_ms, _ in expected_arrivals(setup)]
-    if len(measured) < MIN_REQUESTS:
+    measured = list(expected_arrivals(setup))
+    if not any(prompt.next_turn is not None for _, prompt in measured):
         return False
-    middle_ms = (measured[0] + measured[-1]) / 2
-    first = sum(at_ms < middle_ms for at_ms in measured)
-    return len(measured) - first > RISING * first
+    middle_ms = (measured[0][0] + measured[-1][0]) / 2
+    first = sum(at_ms < middle_ms for at_ms, _ in measured)
+    second = len(measured) - first
+    return second > RISING * first and second - first > ERRORS * len(measured) ** 0.5

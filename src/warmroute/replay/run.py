@@ -119,8 +119,8 @@ def replay(setup: Setup, progress: Progress | None = None) -> Run:
         warm_up_s=setup.warm_up_s,
         waits=not setup.open_loop,
     )
-    if not world.is_measuring:
-        raise BadWorkload(f"{setup.workload.name}: all its requests are in the warm-up")
+    if not world.is_measuring or not world.results.total("arrived"):
+        raise _nothing_measured(setup)
     run = {**setup.describe(), "loop": world.loop, **summary(world)}
     if setup.ceiling_ms is not None:
         run["ceiling"] = over_ttft_limit(world)
@@ -155,10 +155,17 @@ def oracle_run(setup: Setup) -> Run:
     """Return the hit rate of one cache as large as the fleet's. It has no times."""
     blocks = sum(spec.engine().num_blocks - 1 for spec in setup.nodes)
     hit_rate, count = single_cache_hit_rate(
-        setup.arrivals(), blocks, setup.nodes[0].block_size, setup.requests, setup.duration_s, setup.unmeasured
-    )
+        setup.arrivals(), blocks, setup.nodes[0].block_size, setup.requests, setup.duration_s, setup.warm_up,
+        setup.warm_up_s,
+    )  # fmt: skip
+    if count < 1:
+        raise _nothing_measured(setup)
     nothing = {"p50": None, "p90": None, "p99": None, "mean": None}
     return {**setup.describe(), "requests": count, "hit_rate": rounded(hit_rate), "ttft_ms": nothing}
+
+
+def _nothing_measured(setup: Setup) -> BadWorkload:
+    return BadWorkload(f"{setup.workload.name}: there is no request to measure; all are in the warm-up, if it has one")
 
 
 def _with_progress(prompts: Iterator[WorkloadPrompt], world: World, progress: Progress) -> Iterator[WorkloadPrompt]:

@@ -188,6 +188,11 @@ class FleetPlan(msgspec.Struct, kw_only=True):
         return self.nodes + self.add - self.spare
 
     @property
+    def needed_nodes(self) -> int:
+        """With those that few requests postpone."""
+        return self.desired_nodes + self.postponed
+
+    @property
     def load(self) -> float:
         """The arrivals with which the fleet has to meet the objective, relative to the recorded traffic."""
         return self.growth * (1.0 + self.margin + self.chance)
@@ -209,7 +214,7 @@ class FleetPlan(msgspec.Struct, kw_only=True):
         """Return why this is the size that the fleet should have."""
         if self.skipped:
             return self.skipped
-        desired = self.desired_nodes + self.postponed
+        desired = self.needed_nodes
         chosen = self.fleet(desired) or self._nearest(desired, objective)
         if chosen is None:
             return ""

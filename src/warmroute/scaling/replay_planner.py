@@ -287,7 +287,7 @@ class ReplayPlanner:
             measured_per_s = self._arrivals_per_s(started_s - plan.measured_s, started_s)
             self._expected_per_s = (measured_per_s or plan.arrivals_per_s) * plan.load
         before, self._plan, self.planned_s = self._plan, plan, started_s
-        if plan.larger is None and before is not None and before.desired_nodes == plan.desired_nodes:
+        if plan.larger is None and before is not None and before.needed_nodes == plan.needed_nodes:
             plan.larger = before.larger
         if self.stats.trusted or plan.skipped:
             self.problem = plan.skipped

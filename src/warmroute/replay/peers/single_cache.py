@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator
+from math import inf
 
 from warmroute.replay.workloads.arrivals import with_follow_ups
 from warmroute.replay.workloads.workload_prompt import WorkloadPrompt
@@ -21,16 +22,21 @@ def single_cache_hit_rate(
     limit: int | None = None,
     duration_s: float | None = None,
     warm_up: int = 0,
+    warm_up_s: float = 0.0,
 ) -> tuple[float, int]:
-    """Return the fraction of prompt tokens that hit, and the number of requests, both without the first `warm_up`."""
+    """Return the fraction of prompt tokens that hit, and the number of requests; both without the first `warm_up`, or
+    without those of the first `warm_up_s`."""
     cache: OrderedDict[int, None] = OrderedDict()
-    queried = hit = count = 0
-    end_ms = float("inf")
+    queried = hit = count = unmeasured = 0
+    is_measuring = False
+    end_ms = inf
     for at_ms, prompt in with_follow_ups(prompts):
-        if count == warm_up:
+        if not is_measuring and count >= warm_up and at_ms >= 1000.0 * warm_up_s:
+            is_measuring = True
             queried = hit = 0
-            end_ms = float("inf") if duration_s is None else at_ms + duration_s * 1000.0
-        if (limit is not None and count == limit + warm_up) or at_ms >= end_ms:
+            unmeasured = count
+            end_ms = inf if duration_s is None else at_ms + duration_s * 1000.0
+        if is_measuring and ((limit is not None and count == limit + unmeasured) or at_ms >= end_ms):
             break
         count += 1
         content = prompt.blocks.content(block_size)
@@ -46,4 +52,4 @@ def single_cache_hit_rate(
             cache.move_to_end(block)
         for _ in range(len(cache) - capacity_blocks):
             cache.popitem(last=False)
-    return (hit / queried if queried else 0.0), count - warm_up
+    return (hit / queried if queried else 0.0), count - unmeasured if is_measuring else 0

@@ -375,8 +375,8 @@ class _Search:
         offer = next((one for one in request.offers if plan.offer in (None, one.offer)), None)
         if offer is None:
             return None
-        planned = plan.desired_nodes + plan.postponed
-        added = planned - plan.nodes + max(1, round((LARGER - 1.0) * planned))
+        needed = plan.needed_nodes
+        added = needed - plan.nodes + max(1, round((LARGER - 1.0) * needed))
         if added < 1:
             return None
         return self._replay.run((*request.nodes, *[offer.node] * added), load, offer.offer)
