@@ -8,6 +8,7 @@ from random import Random
 import pytest
 from recorded_loads import NODE, plan_request, recorded
 
+from warmroute.replay.planning import fleet_search
 from warmroute.replay.planning.fleet_search import plan_fleet
 from warmroute.replay.planning.other_loads import OtherLoads
 from warmroute.replay.planning.recorded_request import RecordedRequest
@@ -52,6 +53,18 @@ def test_a_part_of_the_traffic_has_the_hits_of_the_whole() -> None:
     assert part.fleets[0].excess == pytest.approx(whole.fleets[0].excess, rel=0.5)
     assert part.desired_nodes <= whole.desired_nodes + 1
     assert part.add == 0
+
+
+def test_a_replay_has_more_requests_only_where_the_usual_ones_cover_too_little_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fleet_search, "USUAL_REQUESTS", 1000)
+    usual, larger = plan_chats(1000), plan_chats(100_000)
+    assert (larger.measured_s, larger.replayed_requests) == (usual.measured_s, usual.replayed_requests)
+    monkeypatch.setattr(fleet_search, "USUAL_REQUESTS", 150)
+    assert plan_chats(150).skipped
+    enough = plan_chats(1000)
+    assert not enough.skipped and enough.measured_s == usual.measured_s
 
 
 def test_traffic_of_which_only_seconds_could_be_replayed_makes_no_plan() -> None:

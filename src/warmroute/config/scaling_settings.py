@@ -87,9 +87,15 @@ class ScalingReplay(Section, frozen=True):
         ),
     ] = 300.0
     window_s: Annotated[Seconds, Meta(description="How much of the recent traffic is replayed.")] = 1800.0
-    max_requests: Annotated[int, Meta(ge=100, le=100_000, description="Maximum number of requests in one replay.")] = (
-        4000
-    )
+    max_requests: Annotated[
+        int,
+        Meta(
+            ge=100,
+            le=100_000,
+            description="Maximum number of requests in one replay. It has more than 4,000 only if these cover too "
+            "little time, on busy nodes.",
+        ),
+    ] = 10_000
     margin: Annotated[
         float,
         Meta(

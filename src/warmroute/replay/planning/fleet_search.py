@@ -51,6 +51,8 @@ from warmroute.scaling.fleet_plan import (
 )
 from warmroute.scaling.offer import OfferKey
 
+USUAL_REQUESTS: Final = 4000
+"""A replay has no more, unless they cover too little time: then it has up to `scaling.replay.max_requests`."""
 MIN_MEASURED: Final = 20
 """Fewer measured requests say too little about a p90, and nothing if the traffic has just stopped."""
 MAX_OFFERS: Final = 3
@@ -104,10 +106,12 @@ def plan_fleet(
             recorded=len(recorded),
             skipped=too_little_traffic(len(recorded)),
         )
-    sample, expected = _sample(request, recorded, until_ms)
+    sample, expected = _sample(request, recorded, until_ms, min(USUAL_REQUESTS, request.max_requests))
+    if _is_too_short(sample, recorded, until_ms):
+        sample, expected = _sample(request, recorded, until_ms, request.max_requests)
     smallest = _smallest_fleet(nodes, sample.share)
     if _is_too_short(sample, recorded, until_ms):
-        sample, expected = _sample(request, recorded, until_ms, may_remove=False)
+        sample, expected = _sample(request, recorded, until_ms, request.max_requests, may_remove=False)
         smallest = nodes
     skipped = _why_skipped(request, recorded, until_ms, sample)
     if skipped:
@@ -139,11 +143,11 @@ def _is_too_short(sample: Sample, recorded: Sequence[RecordedRequest], until_ms:
 
 
 def _sample(
-    request: PlanRequest, recorded: Sequence[RecordedRequest], until_ms: float, *, may_remove: bool = True
+    request: PlanRequest, recorded: Sequence[RecordedRequest], until_ms: float, most: int, *, may_remove: bool = True
 ) -> tuple[Sample, Forecast]:
     """Return a sample, and the load to expect relative to it. The sample has so few requests that a replay with the
-    highest load has at most `max_requests`. `may_remove`: whether smaller fleets are replayed, with more load."""
-    nodes, most = max(1, len(request.nodes)), float(request.max_requests)
+    highest load has at most `most`. `may_remove`: whether smaller fleets are replayed, with more load."""
+    nodes = max(1, len(request.nodes))
     expected = forecast(recorded, until_ms, request.lead_s, request.share)
     highest = _highest_load(expected, request.margin, may_remove)
     found: tuple[Sample, Forecast] | None = None
