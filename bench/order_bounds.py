@@ -92,13 +92,13 @@ def main() -> None:
     args = parser.parse_args()
     requests = arrivals(data_files(args.data, f"traces/{WORKLOAD}.jsonl.gz")[0])
     longest = sorted((work_s for _, work_s, _ in requests), reverse=True)
-    tenth_s = longest[LIMIT // 10 - 1]
+    tenth_s, hundredth_s = longest[LIMIT // 10 - 1], longest[LIMIT // 100 - 1]
 
     def deadlines(short_s: float, long_s: float, longest_s: float | None = None) -> Order:
         """`longest_s`: of the longest 1 %; None: that of the longest 10 %."""
-        limit_s = longest[LIMIT // 100 - 1] if longest_s is not None else inf
+        last_s = long_s if longest_s is None else longest_s
         return lambda work_s, at_s: (
-            at_s + (longest_s or 0.0 if work_s >= limit_s else long_s if work_s >= tenth_s else short_s)
+            at_s + (last_s if work_s >= hundredth_s else long_s if work_s >= tenth_s else short_s)
         )
 
     orders: dict[str, Order] = {

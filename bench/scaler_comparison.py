@@ -26,8 +26,8 @@ hours, times and hit rates of a day on average, and the fraction of the spans of
 Each of the others has several settings, and the one that is best in hindsight counts. The last table has the fewest GPU
 hours with which another scaler reaches the objective's p90 over the day, interpolated between two settings of the same
 scaler, and the fewest of those runs that miss the objective less than 2 % of the time. The table `one_setting` has what
-each scaler costs with the same setting on all loads. `plan` is the number of nodes
-that `warmroute plan --margin` finds for the busiest hour, `scaler` what the scaler has then.
+each scaler costs with the same setting on all loads. `plan` is the number of nodes that `warmroute plan --margin` finds
+for the load of the busiest hour once it is steady, `scaler` what the scaler has in that hour.
 
 --runs DIR keeps the result of each run there, and takes those that are there already. --kept shows only these.
 --recorded takes the rows of scalers that were not run from bench/results/scalers.json: other scalers do not change with

@@ -232,6 +232,8 @@ def test_what_was_measured_is_summed_over_the_replayed_requests(tmp_path: Path) 
     assert run["hit_rate"] == 96 / 160 and run["ttft_ms"]["p50"] == 20.0
     later = measure(Trace(capture(tmp_path)), skip=1, limit=3)
     assert later is not None and later.hit_rate == 0.8 and later.requests == 3
+    warm = measure(Trace(capture(tmp_path)), skip_s=1.5)
+    assert warm is not None and warm.requests == 3
     soon = measure(Trace(capture(tmp_path)), duration_s=1.5)
     assert soon is not None and soon.requests == 2
     assert past.notes() == ["20% of the output lengths are estimates."]

@@ -124,7 +124,7 @@ def test_a_warm_up_that_leaves_nothing_to_measure_is_an_error(
     trace.write_text("".join(json.dumps({"timestamp": 500 * at, **row}) + "\n" for at in range(40)))
     command = ["replay", str(trace), "--nodes", "1", "--policy", policy, "--quiet"]
     assert main([*command, "--warm-up", warm_up]) == 2
-    assert "trace: there is no request to measure" in " ".join(capsys.readouterr().err.split())
+    assert "trace: all its requests are in the warm-up" in " ".join(capsys.readouterr().err.split())
 
 
 def test_clients_without_arrival_times_have_no_warm_up_in_seconds(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
+MAX_WARM_UP_S = 604_800.0
 _WHOLE = re.compile(r"\s*[-+]?[0-9](_?[0-9]){0,17}\s*")
 
 
@@ -77,13 +78,21 @@ class WarmUp(NamedTuple):
     seconds: float = 0.0
 
 
-def warm_up(text: str) -> WarmUp:
-    """A number of requests, or of seconds with an s behind it."""
-    seconds = text.strip().removesuffix("s")
-    return WarmUp(seconds=_warm_up_s(seconds)) if seconds != text.strip() else WarmUp(_warm_up_requests(text))
+def add_warm_up_option(parser: argparse._ActionsContainer) -> None:
+    def convert(text: str) -> WarmUp:
+        if text.strip().endswith("s"):
+            return WarmUp(seconds=number(0.0, MAX_WARM_UP_S)(text.strip().removesuffix("s")))
+        return WarmUp(whole(0)(text))
+
+    parser.add_argument(
+        "--warm-up",
+        type=convert,
+        default=WarmUp(),
+        metavar="N",
+        help="do not measure the first N requests; with an s, such as 3600s, those of the first N seconds (default: 0)",
+    )
 
 
-_warm_up_requests, _warm_up_s = whole(0), number(0.0, 604_800.0)
 port = whole(0, 65_535)
 fraction = number(0.0, 1.0)
 

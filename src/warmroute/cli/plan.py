@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from warmroute.cli.arguments import WarmUp, number, output_file, warm_up, whole
+from warmroute.cli.arguments import add_warm_up_option, number, output_file, whole
 from warmroute.cli.column_tables import TableColumn, fit_tables
 from warmroute.cli.terminal import console, progress_bar, write_json
 from warmroute.config import ConfigError, Objective, ScalingReplay
@@ -90,14 +90,7 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--limit", type=whole(1), metavar="N", help="stop after N requests (default: the whole trace, or 2000)"
     )
-    parser.add_argument(
-        "--warm-up",
-        type=warm_up,
-        default=WarmUp(),
-        metavar="N",
-        help="do not measure the first N requests; with an s, such as 3600s, those of about the first N seconds "
-        "(default: 0)",
-    )
+    add_warm_up_option(parser)
     parser.add_argument("--seed", type=whole(), default=1, help="seed of all random choices (default: 1)")
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write all results as JSON")
     parser.add_argument("--quiet", action="store_true", help="print no progress bar")
@@ -119,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
     from warmroute.replay.workloads.trace import BadTrace
 
     try:
-        results, limits, margin, setup = plan(args)
+        results, limits, margin = plan(args)
     except (BadWorkload, BadTrace, BadPolicy) as error:
         raise ConfigError(str(error)) from None
     if args.json:
@@ -138,12 +131,12 @@ def run(args: argparse.Namespace) -> int:
         out.print(table)
     for line in summary_lines(results, args, limits, margin):
         out.print(line, highlight=False)
-    if load_rises(setup):
+    if load_rises(_setup(args)):
         out.print(RISING_LOAD, highlight=False)
     return 0 if all(one.nodes is not None for one in results) else 1
 
 
-def plan(args: argparse.Namespace) -> tuple[list[NodesNeeded], Limits, LoadMargin | None, Setup]:
+def plan(args: argparse.Namespace) -> tuple[list[NodesNeeded], Limits, LoadMargin | None]:
     """Find the nodes that each policy needs. Raises ConfigError, BadWorkload, BadTrace or BadPolicy."""
     from warmroute.replay import parse_policy
     from warmroute.replay.load_margin import load_margin, with_load
@@ -176,7 +169,7 @@ def plan(args: argparse.Namespace) -> tuple[list[NodesNeeded], Limits, LoadMargi
                 with_roles.policy += WITH_ROLES
                 results.append(with_roles)
             bar.remove_task(task)
-    return results, limits, margin, setup
+    return results, limits, margin
 
 
 def _setup(args: argparse.Namespace) -> Setup:

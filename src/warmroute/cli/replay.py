@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from warmroute.cli.arguments import WarmUp, fraction, number, output_file, several, warm_up, whole
+from warmroute.cli.arguments import add_warm_up_option, fraction, number, output_file, several, whole
 from warmroute.cli.terminal import console, print_runs, progress_bar, write_json
 from warmroute.config import ConfigError
 from warmroute.config.node_settings import Role
@@ -112,14 +112,7 @@ def add_to(commands: Any) -> None:
         "--limit", type=whole(1), metavar="N", help="stop after N requests (default: the whole trace, or 2000)"
     )
     load.add_argument("--duration", type=number(above=0), metavar="S", help="no new requests after S seconds")
-    load.add_argument(
-        "--warm-up",
-        type=warm_up,
-        default=WarmUp(),
-        metavar="N",
-        help="do not measure the first N requests; with an s, such as 3600s, those of about the first N seconds "
-        "(default: 0)",
-    )
+    add_warm_up_option(load)
     load.add_argument(
         "--warm-rate",
         type=number(above=0),
@@ -421,7 +414,7 @@ def _measured(setup: Setup, args: argparse.Namespace) -> Measured | None:
     changed = args.rate or args.concurrency or args.day or args.scale_rate != 1.0
     if not isinstance(setup.workload, Trace) or changed:
         return None
-    return measure(setup.workload, setup.unmeasured, args.limit, args.duration)
+    return measure(setup.workload, setup.warm_up, args.limit, args.duration, setup.warm_up_s)
 
 
 def _replay_all(setups: list[Setup], args: argparse.Namespace, measured: Measured | None) -> list[Run]:

@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from math import inf
 
 from warmroute.replay.run import Setup
-from warmroute.replay.workloads.arrivals import ANSWER_MS_PER_TOKEN, with_follow_ups
+from warmroute.replay.workloads.arrivals import with_follow_ups
 from warmroute.replay.workloads.catalog import Trace
 from warmroute.replay.workloads.workload_prompt import WorkloadPrompt
 
+ANSWER_MS_PER_TOKEN = 20.0
 RISING = 1.25
 """The load rises if the second half of the measured time has this many times as many requests as the first half."""
 ERRORS = 3.0
@@ -19,15 +20,17 @@ ERRORS = 3.0
 
 def expected_arrivals(setup: Setup) -> Iterator[tuple[float, WorkloadPrompt]]:
     """Return the measured requests of the setup in the order of their times."""
-    most, unmeasured = setup.requests, setup.unmeasured
+    measured, most = 0, setup.requests
     end_ms = inf
     for number, (at_ms, prompt) in enumerate(with_follow_ups(setup.arrivals(), ANSWER_MS_PER_TOKEN)):
-        if number == unmeasured and setup.duration_s is not None:
+        if number < setup.warm_up or at_ms < 1000.0 * setup.warm_up_s:
+            continue
+        if not measured and setup.duration_s is not None:
             end_ms = at_ms + 1000.0 * setup.duration_s
-        if (most is not None and number >= most + unmeasured) or at_ms > end_ms:
+        if measured == most or at_ms > end_ms:
             return
-        if number >= unmeasured:
-            yield at_ms, prompt
+        measured += 1
+        yield at_ms, prompt
 
 
 def load_rises(setup: Setup) -> bool:

@@ -43,14 +43,13 @@ def load_margin(setup: Setup, margin: float) -> LoadMargin:
 def with_load(setup: Setup, load: float) -> Setup:
     """Return the setup with `load` times as many requests per second."""
     workload = setup.workload
-    if isinstance(workload, Trace):  # it plays faster, so that its first requests take less time
-        setup = msgspec.structs.replace(setup, warm_up_s=setup.warm_up_s / load)
+    if not isinstance(workload, Trace):
+        return msgspec.structs.replace(setup, rate=load * (setup.rate or workload.generator.rate))
+    setup = msgspec.structs.replace(setup, warm_up_s=setup.warm_up_s / load)  # the same requests of the trace
     if setup.rate is not None:
         return msgspec.structs.replace(setup, rate=load * setup.rate)
-    if isinstance(workload, Trace):
-        faster = msgspec.structs.replace(workload, speed=load * workload.speed)
-        return msgspec.structs.replace(setup, workload=faster)
-    return msgspec.structs.replace(setup, rate=load * workload.generator.rate)
+    faster = msgspec.structs.replace(workload, speed=load * workload.speed)
+    return msgspec.structs.replace(setup, workload=faster)
 
 
 def _recorded(setup: Setup) -> list[RecordedRequest]:

@@ -84,16 +84,21 @@ class Measured(msgspec.Struct):
         return found
 
 
-def measure(trace: Trace, skip: int = 0, limit: int | None = None, duration_s: float | None = None) -> Measured | None:
-    """Read what a capture measured, without its first `skip` requests. Return None if the trace is no capture.
+def measure(
+    trace: Trace, skip: int = 0, limit: int | None = None, duration_s: float | None = None, skip_s: float = 0.0
+) -> Measured | None:  # fmt: skip
+    """Read what a capture measured, without its first `skip` requests and those of its first `skip_s`. Return None if
+    the trace is no capture.
 
     Raises BadTrace.
     """
     found = Measured()
+    start_ms: float | None = None
     for number, row in enumerate(TraceFiles(trace.path, trace.model).rows()):
         if not row.block_size:
             return None
-        if number < skip:
+        start_ms = row.timestamp if start_ms is None else start_ms
+        if number < skip or row.timestamp - start_ms < 1000.0 * skip_s:
             continue
         if limit is not None and found.requests >= limit:
             break

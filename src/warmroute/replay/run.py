@@ -15,7 +15,7 @@ from warmroute.replay.simulation.queue_threshold import QueueThresholdPolicy
 from warmroute.replay.simulation.simulated_scaling import ScalingSetup, SimulatedScaling
 from warmroute.replay.simulation.world import World
 from warmroute.replay.summary import Run, over_ttft_limit, rounded, scaling_summary, summary
-from warmroute.replay.workloads.arrivals import follow_daily_curve, requests_before, with_warm_up
+from warmroute.replay.workloads.arrivals import follow_daily_curve, with_warm_up
 from warmroute.replay.workloads.catalog import BadWorkload, Workload
 from warmroute.replay.workloads.workload_prompt import WorkloadPrompt
 
@@ -67,11 +67,6 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
         if self.limit is not None or self.duration_s is not None:
             return self.limit
         return self.workload.requests
-
-    @property
-    def unmeasured(self) -> int:
-        """Number of requests before the measured ones; with `warm_up_s` an expected one."""
-        return requests_before(self.arrivals(), 1000.0 * self.warm_up_s) if self.warm_up_s else self.warm_up
 
     def arrivals(self) -> Iterator[WorkloadPrompt]:
         seed = self.conditions.seed
@@ -165,7 +160,8 @@ def oracle_run(setup: Setup) -> Run:
 
 
 def _nothing_measured(setup: Setup) -> BadWorkload:
-    return BadWorkload(f"{setup.workload.name}: there is no request to measure; all are in the warm-up, if it has one")
+    where = "all its requests are in the warm-up" if setup.warm_up or setup.warm_up_s else "it has no requests"
+    return BadWorkload(f"{setup.workload.name}: {where}")
 
 
 def _with_progress(prompts: Iterator[WorkloadPrompt], world: World, progress: Progress) -> Iterator[WorkloadPrompt]:

@@ -189,7 +189,7 @@ class FleetPlan(msgspec.Struct, kw_only=True):
 
     @property
     def needed_nodes(self) -> int:
-        """With those that few requests postpone."""
+        """How many the replays say are needed: with the postponed ones."""
         return self.desired_nodes + self.postponed
 
     @property
@@ -230,7 +230,9 @@ class FleetPlan(msgspec.Struct, kw_only=True):
             parts.append(_saving(chosen, self.larger))
         if self.unusual_ms > MENTIONED * objective.ttft_p90_ms:
             longer = duration(self.unusual_ms)
-            parts.append(f"{longer} of it are not counted: many more nodes also take {longer} longer than usual")
+            parts.append(
+                f"{longer} of each TTFT p90 do not count: many more nodes also take {longer} longer than usual"
+            )
         if self.target_excess > 1.0:
             parts.append("no fleet meets the objective: more nodes would hardly help")
         elif judged_excess(chosen, objective, self.unusual_ms) > 1.0:

@@ -76,6 +76,7 @@ class World:
         self._clients: Clients | None = None
         self._warm_up = -1
         self.is_measuring = True
+        """Whether the warm-up is over."""
         self._measured_ms: float | None = None
         self._prefills = 0
         self._prefilling: dict[str, Callable[[], object]] = {}

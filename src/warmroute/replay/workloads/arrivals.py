@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Iterator
-from itertools import islice, takewhile
+from itertools import islice
 from math import pi, sin
 from random import Random
 
@@ -15,10 +15,6 @@ from warmroute.replay.workloads.workload_prompt import WorkloadPrompt
 
 DEPTH = 0.6
 """Of the daily curve: its peak is (1 + DEPTH) × mean, its lowest rate (1 − DEPTH) × mean, a ratio of four."""
-
-
-ANSWER_MS_PER_TOKEN = 20.0
-"""Assumed where requests are counted before anything is simulated."""
 
 
 def at_trace_times(prompts: Iterable[WorkloadPrompt], speed: float = 1.0) -> Iterator[WorkloadPrompt]:
@@ -80,12 +76,6 @@ def with_follow_ups(
             scheduled += 1
             answered_ms = at_ms + prompt.output_tokens * answer_ms_per_token
             heapq.heappush(pending, (answered_ms + follow_up.think_ms, scheduled, follow_up.prompt))
-
-
-def requests_before(prompts: Iterator[WorkloadPrompt], end_ms: float) -> int:
-    """Return how many requests arrive before then, if answers take ANSWER_MS_PER_TOKEN."""
-    arrivals = with_follow_ups(prompts, ANSWER_MS_PER_TOKEN)
-    return sum(1 for _ in takewhile(lambda one: one[0] < end_ms, arrivals))
 
 
 def follow_daily_curve(prompts: Iterable[WorkloadPrompt], day_s: float) -> Iterator[WorkloadPrompt]:
