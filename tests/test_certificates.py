@@ -54,10 +54,12 @@ async def test_a_reload_uses_a_new_certificate_for_new_connections(
         assert (await kept.response()).status == 200
         issue(authority, tmp_path)
         assert r.service.reload("SIGHUP") is None
-        assert "certificates_reloaded" in caplog.text
+        assert f"certificates_reloaded files={tmp_path}/cert.pem,{tmp_path}/key.pem" in caplog.text
         assert await serial(r, authority) != before
         kept.write(post())
         assert (await kept.response()).status == 200, "an open connection continues"
+        assert r.service.reload("SIGHUP") is None
+        assert caplog.text.count("certificates_reloaded") == 1, "nothing has changed"
 
 
 async def test_an_invalid_certificate_changes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from warmroute import config as configuration
-from warmroute.config import Config, ConfigError, NodeConfig, from_table, load, node_name
+from warmroute.config import Config, ConfigError, NodeConfig, describe_changes, from_table, load, node_name
+from warmroute.config.changes import MAX_CHANGES, MAX_CHARACTERS
 from warmroute.config.route_settings import RouteConfig, route_problems
 from warmroute.config.section import Section, keys_of, section_of
 from warmroute.routing.route_matching import Routes
@@ -359,3 +360,95 @@ def test_a_rejected_route_never_matches_first(first: str, second: str, model: st
     if list(route_problems(routes)):
         picked = Routes(routes).pick(model, "/v1/x", "", lambda _name: b"")
         assert picked is None or picked.name == "first"
+
+
+# What a reload changes.
+
+
+def key(secret: str, tenant: str, **more: Any) -> dict[str, Any]:
+    return {"sha256": hashlib.sha256(secret.encode()).hexdigest(), "tenant": tenant, **more}
+
+
+A, B = "http://a:1", "http://b:1"
+CHANGES: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
+    ({"keys": [key("old", "red")]}, {"keys": [key("new", "red")]}, ["keys red: rotated"]),
+    (
+        {"keys": [key("old", "red", requests_per_min=5)]},
+        {"keys": [key("new", "red", max_priority="low", cache_group="g")]},
+        [
+            "keys red: rotated", "keys red: max_priority normal -> low", "keys red: requests_per_min 5 -> 0",
+            "keys red: cache_group changed",
+        ],
+    ),
+    (
+        {"keys": [key("a", "red"), key("b", "red"), key("c", "blue")]},
+        {"keys": [key("d", "red"), key("e", "red"), key("c", "green"), key("f", "blue")]},
+        ["keys blue: rotated", "keys +green", "keys red: rotated (2 keys)"],
+    ),
+    (
+        {"keys": [key("a", "red"), key("b", "blue")]},
+        {"keys": [key("a", "red", tokens_per_min=9), key("c", "red")]},
+        ["keys -blue", "keys red: 1 added, 0 removed", "keys red: tokens_per_min 0 -> 9"],
+    ),
+    (
+        {"nodes": [{"url": A}, {"url": B, "name": "b"}]},
+        {"nodes": [{"url": "http://b:2", "name": "b", "role": "decode"}, {"url": "http://c:1"}]},
+        ["nodes +c:1", "nodes -a:1", "nodes b: url changed", "nodes b: role mixed -> decode"],
+    ),
+    (
+        {"routes": [{"name": "chat", "path": "/v1/chat/completions"}, {"name": "rest", "policy": "random"}]},
+        {"routes": [{"name": "rest", "policy": "price", "model": "m"}, {"name": "chat", "path": "/v1/completions"}]},
+        [
+            "routes rest: model changed", "routes rest: policy random -> price", "routes chat: path changed",
+            "routes in another order",
+        ],
+    ),
+    (
+        {"models": [{"name": "m"}], "routing": {"policy": "random"}},
+        {
+            "models": [{"name": "m", "max_model_len": 4096, "tokenizer": "/srv/t"}, {"name": "n"}],
+            "routing": {"policy": "price"}, "limits": {"connections": 100}, "prompt_doctor": {"enabled": False},
+        },
+        [
+            "limits.connections 20000 -> 100", "prompt_doctor.enabled true -> false", "routing.policy random -> price",
+            "models +n", "models m: tokenizer changed", "models m: max_model_len 0 -> 4096",
+        ],
+    ),
+    (
+        {"cluster": {"url": "redis://u:hunter2@h/0"}},
+        {"cluster": {"url": "redis://u:hunter3@h/0"}, "admin": {"token_sha256": "0" * 64}},
+        ["admin.token_sha256 changed", "cluster.url changed"],
+    ),
+    (
+        {"scaling": {"islands": [{"island": "aws/a"}], "replay": {"enabled": False}}},
+        {"scaling": {"islands": [{"island": "aws/a", "max_nodes": 3}]}},
+        ["scaling.replay.enabled false -> true", "scaling.islands aws/a: max_nodes 64 -> 3"],
+    ),
+    ({}, {}, []),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("before", "after", "expected"), CHANGES)
+def test_what_a_reload_changes_is_said_without_secrets(
+    before: dict[str, Any], after: dict[str, Any], expected: list[str]
+) -> None:
+    assert sorted(describe_changes(from_table(before), from_table(after))) == sorted(expected)
+
+
+def test_many_and_long_changes_stay_short() -> None:
+    nodes = [{"url": f"http://n:{number + 1}", "name": f"{'x' * 150}{number}"} for number in range(100)]
+    found = describe_changes(Config(), from_table({"nodes": nodes}))
+    assert len(found) == MAX_CHANGES + 1 and found[-1] == "80 more"
+    assert all(len(one) <= MAX_CHARACTERS for one in found)
+
+
+def test_no_text_of_any_table_is_shown() -> None:
+    secret = "s3cret"
+    for name in keys_of(Config):
+        table = getattr(Config(), name)
+        if not isinstance(table, Section):
+            continue
+        for text in (one for one in keys_of(type(table)) if getattr(table, one) == ""):
+            after = msgspec.structs.replace(Config(), **{name: msgspec.structs.replace(table, **{text: secret})})
+            assert describe_changes(Config(), after) == [f"{name}.{text} changed"]
+            assert describe_changes(after, Config()) == [f"{name}.{text} changed"]

@@ -151,7 +151,7 @@ async def test_a_reload_changes_the_api_keys() -> None:
 async def test_a_reload_names_the_keys_that_need_a_restart(caplog: pytest.LogCaptureFixture) -> None:
     async with engines() as [engine], router(engine) as r:
         found = await r.admin("POST", "/admin/reload")
-        assert found.json == {"status": "reloaded", "needs_restart": []}
+        assert found.json == {"status": "reloaded", "changed": [], "needs_restart": []}
         tables = {"scaling": {"enabled": True}, "routing": {"policy": "random"}, "prompts": {"threads": 7}}
         assert await reload_with(r, [engine], listen={"port": 0, "unix_socket": "/tmp/w.sock"}, **tables) is None
         assert r.service.router.policy.name == "random"
@@ -159,7 +159,7 @@ async def test_a_reload_names_the_keys_that_need_a_restart(caplog: pytest.LogCap
         assert found.json["needs_restart"] == ["listen.unix_socket", "scaling.enabled", "prompts.threads"]
         assert "restart_required keys=listen.unix_socket,scaling.enabled,prompts.threads" in caplog.text
         assert await reload_with(r, [engine]) is None
-        assert r.service.needs_restart() == [], "as it was at the start"
+        assert r.service.config_reload.needs_restart() == [], "as it was at the start"
 
 
 async def test_an_invalid_configuration_is_logged_and_the_previous_one_stays(caplog: pytest.LogCaptureFixture) -> None:
@@ -231,6 +231,36 @@ async def test_sighup_reloads_the_configuration(tmp_path: Path) -> None:
             await until(lambda: command.logged("invalid TOML"), patience_s=5)
             assert (await peer.response()).complete, "the running request was not dropped"
             peer.close()
+
+
+async def test_a_reload_says_what_changed_without_secrets(tmp_path: Path) -> None:
+    def key(secret: str) -> str:
+        return f'\n[[keys]]\ntenant = "team-a"\nsha256 = "{hashlib.sha256(secret.encode()).hexdigest()}"\n'
+
+    async def request(secret: str) -> int:
+        return (await command.request(post(headers=[f"Authorization: Bearer {secret}"]))).status
+
+    path = tmp_path / "w.toml"
+    async with engines(2) as [one, two]:
+        path.write_text(toml(one) + key("first"))
+        async with serve("--config", path) as command:
+            await command.ready()
+            assert await request("first") == 200
+            more = f'[[nodes]]\nurl = "{two.url}"\nname = "gpu-b"\n[limits]\nconnections = 9\n'
+            replace(path, toml(one, more) + key("second"))
+            command.signal(signal.SIGHUP)
+            await until(lambda: command.logged("config_reloaded"), patience_s=5)
+            [line] = [line for line in command.lines if "config_reloaded" in line]
+            assert 'changed="limits.connections 20000 -> 9; nodes +gpu-b; keys team-a: rotated"' in line
+            assert not [word for word in ("sha256", *key("second").split('"')[3:4]) if command.logged(word)]
+            assert await request("second") == 200 and await request("first") == 401
+            replace(path, toml(one) + key("third").replace("sha256 = ", "sha265 = "))
+            command.signal(signal.SIGHUP)
+            await until(lambda: command.logged("config_rejected"), patience_s=5)
+            [line] = [line for line in command.lines if "config_rejected" in line]
+            assert "unknown key keys.sha265; did you mean keys.sha256?" in line
+            assert not command.logged(hashlib.sha256(b"third").hexdigest())
+            assert await request("second") == 200
 
 
 async def test_the_file_is_watched_after_an_invalid_node(tmp_path: Path) -> None:

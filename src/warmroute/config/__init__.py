@@ -6,6 +6,7 @@ The router reads it from one TOML file. An unknown key is an error that names th
 
 from warmroute.config.addresses import canonical_address, is_loopback
 from warmroute.config.capture_settings import Capture
+from warmroute.config.changes import describe_changes
 from warmroute.config.cluster_settings import Cluster, RedisAddress, parse_redis_url
 from warmroute.config.config import Config, check, from_table, keys_needing_restart, load, tables
 from warmroute.config.discovery_settings import DEFAULT_ENGINE_PORT, DiscoveryConfig
@@ -80,6 +81,7 @@ __all__ = [
     "Upstream",
     "canonical_address",
     "check",
+    "describe_changes",
     "describe_keys",
     "from_table",
     "is_loopback",

@@ -169,7 +169,7 @@ def _error_message(message: str, section: type[Section], at: str = "") -> str:
 
 
 def _problem(problem: str, path: str, hint: Any) -> str:
-    choices = _choices(hint)
+    choices = choices_of(hint)
     if problem.startswith("Invalid enum value") and choices:
         given = problem.removeprefix("Invalid enum value ").strip("'")
         near = difflib.get_close_matches(given.lower(), choices, n=1, cutoff=0.5)
@@ -201,14 +201,14 @@ def _type_at(section: type[Section], path: str) -> Any:
     return hint
 
 
-def _choices(hint: Any) -> tuple[str, ...]:
+def choices_of(hint: Any) -> tuple[str, ...]:
     """Return the possible values of a Literal; an empty tuple for every other type."""
     if get_origin(hint) is Literal:
         return get_args(hint)
     if get_origin(hint) in (Annotated, tuple):
-        return _choices(get_args(hint)[0])
+        return choices_of(get_args(hint)[0])
     if get_origin(hint) in (UnionType, Union):
-        return next((found for kind in get_args(hint) if (found := _choices(kind))), ())
+        return next((found for kind in get_args(hint) if (found := choices_of(kind))), ())
     return ()
 
 

@@ -53,8 +53,8 @@ class Operations(Protocol):
     def reload(self) -> str | None:
         """Reload the configuration. Return the error if it is invalid."""
 
-    def needs_restart(self) -> list[str]:
-        """Return the changed keys that take effect only after a restart."""
+    def describe_reload(self) -> dict[str, list[str]]:
+        """Return what the last reload has changed, and which keys take effect only after a restart."""
 
     def readiness(self) -> tuple[int, bytes]: ...
     def describe_models(self) -> list[dict[str, Any]]: ...
@@ -152,7 +152,7 @@ class AdminApi:
                     raise HttpError(
                         400, f"Configuration rejected; keeping the previous one: {error}", code="bad_config"
                     )
-                _reply(responder, 200, {"status": "reloaded", "needs_restart": self._operations.needs_restart()})
+                _reply(responder, 200, {"status": "reloaded", **self._operations.describe_reload()})
             case _, ["admin", "nodes"]:
                 raise method_not_allowed("GET, POST")
             case _, ["admin", "nodes", _]:

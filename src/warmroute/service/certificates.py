@@ -6,6 +6,7 @@ A new certificate counts for new connections. Connections that are open keep the
 from __future__ import annotations
 
 import ssl
+from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,10 +26,13 @@ class Certificates:
         listen = service.config.listen  # its keys change only with a restart
         self._cert, self._key = listen.tls_cert, listen.tls_key
         self.listener_tls: ssl.SSLContext | None = None
+        self._digests: dict[Path, bytes] = {}
+        """Of the files that are in use: a reload names those that have changed."""
 
     def load(self) -> ssl.SSLContext | None:
         """Return the listener's TLS context; None without TLS. Raises ConfigError."""
         self.listener_tls = server_tls(self._cert, self._key)
+        self._digests = self._read_digests()
         return self.listener_tls
 
     @property
@@ -43,9 +47,16 @@ class Certificates:
             self._service.pools.reload_authorities()
             if self.listener_tls is not None:
                 self.listener_tls.load_cert_chain(self._cert, self._key)
+            digests = self._read_digests()
         except (ConfigError, OSError, ssl.SSLError) as error:
             log.error("certificates_rejected", "The router keeps the previous certificates.", reason=error)
             return str(error)
-        if self.files:
-            log.info("certificates_reloaded", files=",".join(map(str, self.files)))
+        changed = [str(file) for file, digest in digests.items() if self._digests.get(file) != digest]
+        self._digests = digests
+        if changed:
+            log.info("certificates_reloaded", files=",".join(changed))
         return None
+
+    def _read_digests(self) -> dict[Path, bytes]:
+        """Raises OSError."""
+        return {file: blake2b(file.read_bytes()).digest() for file in self.files}

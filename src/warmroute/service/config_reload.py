@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
-from warmroute.config import Config, ConfigError, keys_needing_restart
+from warmroute.config import Config, ConfigError, describe_changes, keys_needing_restart
 from warmroute.event_log import EventLog
 from warmroute.service.process_exit import reconfigure_exit
 from warmroute.telemetry import log as logs
@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 log = EventLog("warmroute.service")
 
+MAX_REASON: Final = 2_000
+"""Characters of the log's reason why a configuration was rejected. A file can have many problems."""
+
 
 class ConfigReload:
     def __init__(self, service: Service, read_config: Callable[[], Config]) -> None:
@@ -24,6 +27,8 @@ class ConfigReload:
         self.read_config = read_config
         self.started_with = self.current = read_config()
         self.reloads = Reloads()
+        self.changed: list[str] = []
+        """What the last reload has changed."""
 
     def reload(self, reason: str = "admin API") -> str | None:
         """Apply a changed configuration and changed certificates. Running requests continue. Return the error if they
@@ -49,12 +54,13 @@ class ConfigReload:
 
     def _reload_config(self) -> str | None:
         service, before = self._service, self.current
+        self.changed = []
         try:
             config = self.read_config()
             if config.upstream != before.upstream:
                 service.pools.reconfigure(config.upstream)
         except ConfigError as error:
-            log.error("config_rejected", "The router keeps the previous configuration.", reason=error)
+            log_rejected(error)
             return str(error)
         if config == before:
             log.info("config_unchanged")
@@ -63,7 +69,8 @@ class ConfigReload:
         if keys := self.needs_restart():
             log.warning("restart_required", "These changes take effect after a restart.", keys=",".join(keys))
         added, removed = self._apply(config, before)
-        log.info("config_reloaded", nodes_added=added, nodes_removed=removed)
+        self.changed = describe_changes(before, config)
+        log.info("config_reloaded", nodes_added=added, nodes_removed=removed, changed="; ".join(self.changed))
         return None
 
     def _apply(self, config: Config, before: Config) -> tuple[int, int]:
@@ -105,6 +112,10 @@ class ConfigReload:
         """Return the changed keys that take effect only after a restart."""
         return keys_needing_restart(self.started_with, self.current)
 
+    def describe(self) -> dict[str, list[str]]:
+        """Return what the last reload has changed, and which of all changes take effect only after a restart."""
+        return {"changed": self.changed, "needs_restart": self.needs_restart()}
+
     def api_key_envs(self) -> set[str]:
         """Return the environment variables with API keys. Provisioners do not change until a restart."""
         provisioners = (*self.current.provisioners, *self.started_with.provisioners)
@@ -116,3 +127,10 @@ class ConfigReload:
             self.reload(f"{path} changed")
         except Exception:
             log.exception("config_reload_failed", file=path)
+
+
+def log_rejected(error: ConfigError) -> None:
+    reason = str(error)
+    if len(reason) > MAX_REASON:
+        reason = f"{reason[:MAX_REASON]}…"
+    log.error("config_rejected", "The router keeps the previous configuration.", reason=reason)

@@ -24,6 +24,7 @@ from warmroute.edge.listening_sockets import listen_inherited, listen_tcp, open_
 from warmroute.edge.plain_sockets import Server
 from warmroute.edge.timer_wheel import TimerWheel
 from warmroute.event_log import EventLog
+from warmroute.service.config_reload import log_rejected
 from warmroute.service.file_watch import watch_files
 from warmroute.service.process_exit import EXIT_GRACE_S
 from warmroute.service.startup import url_host, warn_without_keys
@@ -236,7 +237,7 @@ class Supervisor:
         try:
             self.config = self._read_config()
         except ConfigError as error:
-            log.error("config_rejected", "The router keeps the previous configuration.", reason=error)
+            log_rejected(error)
         else:
             self._admin_listener.limits = self.config.limits
         try:
