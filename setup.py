@@ -19,6 +19,7 @@ COMPILED = [
     "cluster/peer",
     "cluster/publisher",
     "cluster/shared_speeds",
+    "edge/api_keys",
     "edge/body_reader",
     "edge/body_scanner",
     "edge/client_connection",

@@ -16,8 +16,8 @@ if [ "$2" = venv ]; then
 fi
 echo "$@" >> "@CALLS@"
 """
-"""Stands for Python: notes its arguments, and makes an environment whose Python does the same. A real build takes minutes
-and a package index."""
+"""Stands for Python: notes its arguments, and makes an environment whose Python does the same. A real build takes
+minutes and a package index."""
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from support.running_router import RunningRouter, router
 from support.scripted_engine import ScriptedEngine, engines
 
 from warmroute.config import Limits
+from warmroute.edge.api_keys import NO_RIGHTS, Rights
 from warmroute.edge.client_connection import ClientConnection
 from warmroute.edge.errors import HttpError
 from warmroute.edge.http1 import RequestHead
@@ -187,8 +188,8 @@ class LargeReplies:
     def __init__(self) -> None:
         self.served = 0
 
-    def admit(self, _head: RequestHead) -> str:
-        return ""
+    def admit(self, _head: RequestHead) -> Rights:
+        return NO_RIGHTS
 
     def serve(self, client: ClientConnection, _head: RequestHead, _body: bytes) -> None:
         self.served += 1

@@ -104,7 +104,7 @@ async def test_a_fault_in_a_pipelined_request_is_a_500(monkeypatch: pytest.Monke
     async with engines() as [engine], router(engine) as r:
         admit, seen = Proxy.admit, 0
 
-        def second_breaks(*given: Any) -> str:
+        def second_breaks(*given: Any) -> Any:
             nonlocal seen
             seen += 1
             return admit(*given) if seen == 1 else broken()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -80,9 +80,9 @@ class FakeEnvoy:
     async def send_request(
         self, body: bytes | None = None, path: str = "/v1/chat/completions", method: str = "POST",
         subset: Sequence[str] | str | None = None, trailers: bool = False, pieces: int = 1, protocol: bool = True,
-        **headers: str,
+        between: Callable[[], None] | None = None, **headers: str,
     ) -> None:  # fmt: skip
-        """Send a request; do not wait for its decision."""
+        """Send a request; do not wait for its decision. `between` is called before the body of mode "buffered"."""
         fields = {":method": method, ":path": path, ":authority": "gateway", ":scheme": "http"}
         if body is not None:
             fields |= {"content-type": "application/json", "content-length": str(len(body))}
@@ -104,6 +104,8 @@ class FakeEnvoy:
                 self._early = answer
                 return
             assert answer.HasField("request_headers")
+            if between is not None:
+                between()
         else:
             self._reading = asyncio.ensure_future(self.call.read())
         size = -(-len(body) // pieces) or 1

@@ -90,10 +90,9 @@ class AdminApi:
         self._operations = operations
         self._token = bytes.fromhex(token_sha256)
 
-    def admit(self, head: RequestHead) -> str:
+    def admit(self, head: RequestHead) -> None:
         """Check the token. Raises HttpError."""
         check_token(head, self._token)
-        return ""
 
     async def answer(self, request: Request, responder: Responder) -> None:
         match request.method, [unquote(part) for part in request.path.split("/")[1:]]:

@@ -57,10 +57,9 @@ class CombinedAdmin:
         self._page = PageFiles()
         self._turn = 0
 
-    def admit(self, head: RequestHead) -> str:
+    def admit(self, head: RequestHead) -> None:
         """Check the token. Raises HttpError."""
         check_token(head, self._token)
-        return ""
 
     async def answer(self, request: Request, responder: Responder) -> None:
         target = request.head.target.decode("ascii")

@@ -17,6 +17,7 @@ from urllib.parse import parse_qs
 import msgspec
 
 from warmroute.config.priority import PRIORITY_NAMES
+from warmroute.edge.api_keys import Rights
 from warmroute.edge.dry_run import dry_run
 from warmroute.edge.errors import HttpError
 from warmroute.edge.http1 import RequestHead, read_request_head
@@ -77,7 +78,7 @@ class Decisions:
             ) from None
         request_body = bytes(request.body)
         head = _head(request, len(request_body))
-        decision, would_queue = await dry_run(self._proxy, head, request_body, self._tenant(request, head))
+        decision, would_queue = await dry_run(self._proxy, head, request_body, self._rights(request, head))
         record, query = decision.record(), decision.query
         assert query is not None
         return {
@@ -91,23 +92,25 @@ class Decisions:
             "would_queue": would_queue,
         }
 
-    def _tenant(self, request: ExplainRequest, head: RequestHead) -> str:
-        if request.tenant and request.tenant not in self._proxy.tenants:
+    def _rights(self, request: ExplainRequest, head: RequestHead) -> Rights:
+        """Of a tenant with several keys, and no key in the request: those of the key with the lowest priority."""
+        named = self._proxy.requests.keys.rights_of(request.tenant)
+        if request.tenant and named is None:
             raise HttpError(
                 400, f"No API key has the tenant {request.tenant[:200]!r}.", code="unknown_tenant", param="tenant"
             )
         try:
-            tenant = self._proxy.admit(head)
+            rights = self._proxy.admit(head)
         except HttpError as error:
             if error.status != 401:
                 raise
-            if not request.tenant:
+            if named is None:
                 raise HttpError(
                     400, "The router requires API keys: name the tenant of the request (`tenant`).",
                     code="missing_tenant", param="tenant",
                 ) from None  # fmt: skip
-            tenant = request.tenant
-        return request.tenant or tenant
+            return named
+        return rights if named is None or rights.tenant == named.tenant else named
 
 
 def _head(request: ExplainRequest, length: int) -> RequestHead:

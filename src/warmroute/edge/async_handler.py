@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from warmroute.edge import errors
+from warmroute.edge.api_keys import NO_RIGHTS, Rights
 from warmroute.edge.client_connection import ClientConnection
 from warmroute.edge.errors import HttpError
 from warmroute.edge.http1 import RequestHead
@@ -108,13 +109,15 @@ Answer = Callable[[Request, Responder], Awaitable[None]]
 class AsyncHandler:
     """Implements listener.Handler."""
 
-    def __init__(self, answer: Answer, admit: Callable[[RequestHead], str] = lambda _head: "") -> None:
+    def __init__(self, answer: Answer, admit: Callable[[RequestHead], None] = lambda _head: None) -> None:
+        """`admit` raises HttpError for a head that it rejects."""
         self._answer = answer
         self._admit = admit
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def admit(self, head: RequestHead) -> str:
-        return self._admit(head)
+    def admit(self, head: RequestHead) -> Rights:
+        self._admit(head)
+        return NO_RIGHTS
 
     def serve(self, client: ClientConnection, head: RequestHead, body: bytes) -> Responder:
         responder = Responder(client)

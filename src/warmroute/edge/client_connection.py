@@ -23,6 +23,7 @@ from warmroute.edge.paths import is_anthropic
 from warmroute.edge.timer_wheel import NEVER
 
 if TYPE_CHECKING:
+    from warmroute.edge.api_keys import Rights
     from warmroute.edge.listener import Exchange, Listener
 
 AWAITING_HEAD: Final = 0
@@ -46,7 +47,7 @@ class ClientConnection:
     __slots__ = (
         "_body", "_exchange", "_head", "_keep_alive", "_listener", "_pipelined_bytes", "_pipelined_too_much",
         "_searched_bytes", "_state", "_unparsed", "_unread_bytes", "body_started_s", "bucket", "deadline_s", "paused",
-        "peer", "release_body", "tenant", "transport", "write",
+        "peer", "release_body", "rights", "transport", "write",
     )  # fmt: skip
 
     def __init__(self, listener: Listener) -> None:
@@ -54,7 +55,6 @@ class ClientConnection:
         self._listener = listener
         self.transport: Any  # an asyncio.Transport, or uvloop's, which does not inherit from it
         self.peer = b""
-        self.tenant = ""
         self.deadline_s = NEVER
         self.bucket = -1
         self._state = AWAITING_HEAD
@@ -71,6 +71,8 @@ class ClientConnection:
         """What the client had not read yet when its stall timeout started."""
         # per request
         self._head: RequestHead
+        self.rights: Rights
+        """What the current request may do, as its head was checked."""
         self._body = BodyReader(listener)
         self.release_body = self._body.release
         self._exchange: Exchange | None = None
@@ -269,7 +271,7 @@ class ClientConnection:
         length = head.length
         complete = 0 <= length <= have
         try:
-            self.tenant = listener.handler.admit(head)
+            self.rights = listener.handler.admit(head)
             if length > limits.body_bytes:
                 raise errors.body_too_large(limits.body_bytes)
             if complete:

@@ -176,7 +176,7 @@ class ProxyExchange:
         rank = ticket.rank if isinstance(ticket, Dispatch) else None  # the one that holds the prompt
         fields = self.node_fields if self.trace is None else self.trace.forwarded_fields(ticket)
         return self._head.for_node(
-            pool.host_line, pool.authorization_line, self._proxy.passes_authorization, body_bytes,
+            pool.host_line, pool.authorization_line, self._client.rights.passes_authorization, body_bytes,
             self.attempts.request_id, self._client.peer, rank, fields,
         )  # fmt: skip
 

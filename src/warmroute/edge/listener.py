@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from warmroute.config import Limits
+from warmroute.edge.api_keys import Rights
 from warmroute.edge.client_connection import ClientConnection
 from warmroute.edge.errors import HttpError
 from warmroute.edge.http1 import RequestHead
@@ -32,8 +33,8 @@ class Exchange(Protocol):
 
 
 class Handler(Protocol):
-    def admit(self, head: RequestHead) -> str:
-        """Check a request's head before its body is read. Return the request's tenant. Raises HttpError."""
+    def admit(self, head: RequestHead) -> Rights:
+        """Check a request's head before its body is read. Return what the request may do. Raises HttpError."""
 
     def serve(self, client: ClientConnection, head: RequestHead, body: bytes) -> Exchange | None:
         """Answer a request now and return None, or return the exchange that answers it later. Raises HttpError."""

@@ -12,6 +12,7 @@ from warmroute.capture.capture import Capture, CapturedPrompt
 from warmroute.config import Config
 from warmroute.edge import errors
 from warmroute.edge.admission_errors import to_error
+from warmroute.edge.api_keys import Rights
 from warmroute.edge.body_scanner import BodyScanner, ScannedBody, scan
 from warmroute.edge.client_connection import ClientConnection
 from warmroute.edge.connection_pool import ConnectionPools
@@ -39,7 +40,7 @@ from warmroute.routing.admission import Admission
 from warmroute.routing.attempts import Attempts
 from warmroute.routing.dispatcher import Dispatcher
 from warmroute.routing.query import Lookup, lookup_of
-from warmroute.routing.rate_limits import Charge, RateLimits
+from warmroute.routing.rate_limits import Charge, RateLimits, TenantLimits
 from warmroute.routing.router import Router
 from warmroute.routing.routing_errors import NotAdmitted, RateLimited, RoutingError
 from warmroute.telemetry.counters import Counters
@@ -72,11 +73,11 @@ class Proxy:
         self.pools = pools
         self.counters = counters
         self.now = now
-        self.requests = RequestBuilder(config, fleet, now)
+        self.rate_limits = RateLimits((), now())
+        self.requests = RequestBuilder(config, fleet, now, self.rate_limits)
         self.body_scanner = BodyScanner()
         self.own_endpoints = OwnEndpoints(fleet)
         self.ended = EndedRequest(self.internal_error)
-        self.rate_limits = RateLimits((), now())
         self._kv_transfers = kv_transfers or {}
         self.dispatcher = Dispatcher(
             fleet, router, admission, counters, journal, config.upstream.max_attempts, now, self._node_freed,
@@ -99,26 +100,21 @@ class Proxy:
         self.reconfigure(config)
 
     def reconfigure(self, config: Config) -> None:
+        self.rate_limits.reconfigure(config.keys, self.now())
         self.requests.reconfigure(config)
         self.dispatcher.max_attempts = config.upstream.max_attempts
         self.dispatcher.hedging.config = config.hedging
         if self.tracing is not None:
             self.tracing.reconfigure(config.tracing)
         self.log_requests = config.log.requests
-        self.tenants = frozenset(key.tenant for key in config.keys)
         self.node_headers = "" if config.journal.response_headers == "off" else config.journal.response_headers
         """Which responses name the node that served them: none (empty), those that ask for it, or all."""
-        self.passes_authorization = not config.keys
-        """A key for the router is not sent to nodes; without keys the header is meant for the nodes."""
         self._min_tokens = config.index.min_prompt_tokens
-        self._sharing = config.cache_groups()
-        self.rate_limits.reconfigure(config.keys, self.now())
-        self._limited = bool(self.rate_limits)
 
     # Before the body is read.
 
-    def admit(self, head: RequestHead) -> str:
-        """Return the request's tenant. Raises HttpError."""
+    def admit(self, head: RequestHead) -> Rights:
+        """Return what the request may do. Raises HttpError."""
         target = head.target
         if target in FORWARDED:
             if head.method != b"POST":
@@ -128,9 +124,9 @@ class Proxy:
             if path in HEALTH:
                 if head.method not in (b"GET", b"HEAD"):
                     raise errors.method_not_allowed("GET")
-                return ""
+                return self.requests.keys.without_key
             check_path(head.method, path)
-        return self.requests.tenant(head) if self.requests.has_keys else ""
+        return self.requests.keys.rights(head)
 
     # With the body.
 
@@ -168,13 +164,14 @@ class Proxy:
         trace: RequestTrace | bytes | None,
     ) -> RequestExchange:  # fmt: skip
         """Serve a request whose body is scanned. Raises HttpError."""
-        request = self.requests.build(head, path, scanned, client.tenant)
+        rights = client.rights
+        request = self.requests.build(head, path, scanned, rights)
         has_pairs = bool(self._kv_transfers) and self._fleet.has_roles
         if has_pairs and (field := protocol_field(body, scanned.outline)) is not None:
             raise errors.invalid_field(field, "is set by the router, not by clients")
         if request.route:
             self.counters.route_requests[request.route] += 1
-        charge = self._begin_charge(request, path, body) if self._limited else None
+        charge = self._begin_charge(rights.limits, request, path, body) if rights.limits is not None else None
         exchange = self.create_exchange(self, client, head, body, request)
         request_id = head.request_id or self.new_request_id()
         exchange.attempts = Attempts(self.dispatcher, exchange, request, request_id)
@@ -270,7 +267,7 @@ class Proxy:
         tokens = prompt.total_tokens if prompt.others else len(prompt.tokens) // TOKEN_BYTES
         if tokens < self._min_tokens:
             return None
-        lookup = lookup_of(prompt, self._sharing.get(request.tenant, "") if self._sharing else "")
+        lookup = lookup_of(prompt, request.cache_group)
         return lookup if tokens <= MAX_LOOKUP_TOKENS else lookup.prefix(MAX_LOOKUP_TOKENS)
 
     def enter(self, attempts: Attempts, prompt: Prompt | None) -> None:
@@ -285,10 +282,7 @@ class Proxy:
             why.__traceback__ = None  # its frames hold the request, and `why`
             raise self.to_http_error(why, request) from None
 
-    def _begin_charge(self, request: RoutingRequest, path: bytes, body: bytes) -> Charge | None:
-        limits = self.rate_limits.of(request.tenant)
-        if limits is None:
-            return None
+    def _begin_charge(self, limits: TenantLimits, request: RoutingRequest, path: bytes, body: bytes) -> Charge:
         try:
             return limits.begin(self.now(), len(body), path in WITH_OUTPUT_TOKENS)
         except RateLimited as limited:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol
 
+from warmroute.edge.api_keys import Rights
 from warmroute.edge.errors import HttpError
 from warmroute.edge.listener import Exchange
 from warmroute.edge.local_replies import Headers
@@ -44,7 +45,8 @@ class RequestExchange(Exchange, AttemptDriver, Protocol):
 
 class ProxyClient(Protocol):
     @property
-    def tenant(self) -> str: ...
+    def rights(self) -> Rights:
+        """What the current request may do."""
 
     @property
     def body_started_s(self) -> float: ...

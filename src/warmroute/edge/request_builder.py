@@ -6,47 +6,37 @@ from collections.abc import Callable
 from typing import Final
 
 from warmroute.config import Config
-from warmroute.config.priority import HIGH, LOW, NORMAL, PRIORITY_NUMBERS
+from warmroute.config.priority import HIGH, LOW, NORMAL
 from warmroute.edge import errors
-from warmroute.edge.api_keys import ApiKeys
+from warmroute.edge.api_keys import ApiKeys, Rights
 from warmroute.edge.body_scanner import ScannedBody
 from warmroute.edge.http1 import RequestHead
 from warmroute.edge.paths import CHATS, FORWARDED, not_found
 from warmroute.edge.request_headers import read_engine_priority, read_routing_headers
 from warmroute.fleet.fleet import Fleet
 from warmroute.prompt.routing_request import RoutingRequest
-from warmroute.routing.route_matching import Routes
+from warmroute.routing.rate_limits import RateLimits
 
 MAX_OUTPUT_TOKENS: Final = 1 << 31
 """A limit beyond this, or below one token, says nothing about the length of the response."""
 
 
 class RequestBuilder:
-    def __init__(self, config: Config, fleet: Fleet, now: Callable[[], float]) -> None:
+    def __init__(self, config: Config, fleet: Fleet, now: Callable[[], float], limits: RateLimits) -> None:
         self._fleet = fleet
         self._now = now
+        self._limits = limits
         self.reconfigure(config)
 
     def reconfigure(self, config: Config) -> None:
-        self._keys = ApiKeys(config.keys) or None
-        self.has_keys = self._keys is not None
-        self._routes = Routes(config.routes) or None
+        self.keys = ApiKeys(config, self._limits)
         self._session_headers = [name.lower().encode() for name in config.routing.session_headers]
         routings = (config.routing, *(route.routing(config.routing) for route in config.routes))
         self._start_bytes = max((one.prefix_characters for one in routings if one.prefix_key == "start"), default=0)
         policies = [config.routing.policy, *[route.policy for route in config.routes]]
         self._session_wanted = "session" in policies
 
-    def tenant(self, head: RequestHead) -> str:
-        """The tenant of the request's key; empty where no keys are configured. Raises HttpError for an unknown key."""
-        if self._keys is None:
-            return ""
-        tenant = self._keys.tenant(head)
-        if tenant is None:
-            raise errors.invalid_api_key()
-        return tenant
-
-    def build(self, head: RequestHead, path: bytes, body: ScannedBody, tenant: str) -> RoutingRequest:
+    def build(self, head: RequestHead, path: bytes, body: ScannedBody, rights: Rights) -> RoutingRequest:
         """Raises HttpError."""
         model, system, user, outline = body.model, body.system, body.user, body.outline
         max_output_tokens, engine_priority = body.max_output_tokens, body.priority
@@ -62,8 +52,9 @@ class RequestBuilder:
         priority, may_queue = NORMAL, True
         deadline_s = total_deadline_s = 0.0
         route_name = ""
-        if self._routes is not None:
-            route = self._routes.pick(model, path.decode("ascii", "replace"), tenant, head.get)
+        tenant, routes = rights.tenant, rights.routes
+        if routes is not None:
+            route = routes.pick(model, path.decode("ascii", "replace"), tenant, head.get)
             if route is not None:
                 route_name, priority = route.name, route.priority
                 deadline_s = now_s + route.ttft_s if route.ttft_s else 0.0
@@ -78,18 +69,20 @@ class RequestBuilder:
             priority, may_queue, deadline_s, total_deadline_s = read_routing_headers(
                 head, now_s, priority, deadline_s, total_deadline_s
             )
-        if self._keys is not None:
-            highest = PRIORITY_NUMBERS[self._keys.highest_priority(head, tenant)]
-            if engine_priority < 0 and highest != HIGH:
-                raise errors.priority_not_allowed()  # the node would see it: the router does not change a body
-            priority = max(priority, highest)
-        return RoutingRequest(
+        if priority < rights.max_priority:
+            priority = rights.max_priority
+        if engine_priority < 0 and rights.max_priority != HIGH:
+            raise errors.priority_not_allowed()  # the node would see it: the router does not change a body
+        request = RoutingRequest(
             model, system, user, body.session, tenant, route_name, priority, may_queue, now_s, deadline_s,
             total_deadline_s,
             self._session_header(head) if self._session_wanted or self._fleet.islands.several else b"",
             body.streams, max_output_tokens,
             start=outline.text_start(self._start_bytes) if self._start_bytes and outline is not None else b"",
         )  # fmt: skip
+        if rights.cache_group:
+            request.cache_group = rights.cache_group
+        return request
 
     def _session_header(self, head: RequestHead) -> bytes:
         for name in self._session_headers:

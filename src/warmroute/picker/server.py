@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Final
 
 from warmroute.config import Limits, Picker
+from warmroute.edge.api_keys import Rights
 from warmroute.edge.http1 import RequestHead
 from warmroute.edge.listening_sockets import listen_tcp
 from warmroute.edge.plain_sockets import Server
@@ -173,12 +174,12 @@ class PickerServer:
     def _api_key(self, node: Node) -> str:
         return self.proxy.pools.for_node(node).api_key if node.config.api_key_env else ""
 
-    def credentials(self, node: Node) -> tuple[str, tuple[str, ...]]:
+    def credentials(self, node: Node, rights: Rights) -> tuple[str, tuple[str, ...]]:
         """Return the node's Authorization header, and the headers with keys that are not for it."""
         key = self._api_key(node)
         if key:
             return f"Bearer {key}", ("x-api-key",)
-        return "", () if self.proxy.passes_authorization else _CLIENT_KEYS
+        return "", () if rights.passes_authorization else _CLIENT_KEYS
 
     def shows_responses(self, host: str) -> None:
         """An Envoy showed the head of a response."""

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 from google.protobuf.message import DecodeError
 
 from warmroute.edge import errors
+from warmroute.edge.api_keys import Rights
 from warmroute.edge.body_scanner import ScannedBody
 from warmroute.edge.errors import HttpError
 from warmroute.edge.large_body import LargeBodyExchange
@@ -49,7 +50,7 @@ class PickerStream:
     __slots__ = (
         "_body_bytes", "_call", "_chunks", "_deciding", "_envoy", "_exchange", "_has_body", "_held", "_in_message",
         "_mode", "_outbox", "_over", "_pieces", "_response_mode", "_saw_response", "_server", "_subset", "_timer",
-        "_trailers", "body_started_s", "peer", "tenant",
+        "_trailers", "body_started_s", "peer", "rights",
     )  # fmt: skip
 
     def __init__(self, server: PickerServer, call: Call) -> None:
@@ -57,7 +58,7 @@ class PickerStream:
         self._server = server
         self._call = call
         self.peer = b""
-        self.tenant = ""
+        self.rights: Rights
         self.body_started_s = 0.0
         self._envoy: EnvoyHead | None = None
         self._exchange: RequestExchange | LargeBodyExchange | None = None
@@ -220,7 +221,7 @@ class PickerStream:
         self._envoy = envoy = EnvoyHead(http.headers.headers, server.objectives(), server.limits.header_bytes)
         if len(server.connections) > server.limits.connections:
             raise errors.too_many_connections()
-        self.tenant = server.proxy.admit(envoy.head)
+        self.rights = server.proxy.admit(envoy.head)
         self.body_started_s = server.proxy.now()
         hint = messages.subset_hint(message)
         if hint is not None:
@@ -308,7 +309,7 @@ class PickerStream:
         named = server.named_endpoints(exchange.attempts.decision, node, exchange.attempts)
         if not named:
             return False
-        authorization, remove = server.credentials(node)
+        authorization, remove = server.credentials(node, self.rights)
         rank = exchange.rank
         if rank is None and envoy.rank_given:
             remove = (*remove, messages.RANK)

@@ -45,6 +45,8 @@ class RoutingRequest(msgspec.Struct, eq=False, gc=False):
     """The names of the nodes that may serve it; None: all. Envoy may restrict a request to some of its endpoints."""
     start: bytes = b""
     """First bytes of the prompt's JSON text, where a policy uses them."""
+    cache_group: str = ""
+    """Whose prompts count as cached for it; empty: everybody's."""
 
     def prefix_key(self) -> bytes | None:
         """Return model, start of the system prompt and of the first user message; None where there is neither."""

@@ -23,6 +23,7 @@ from warmroute.capture.capture import Capture, Sink
 from warmroute.capture.capture_run import EndedRequest
 from warmroute.config import Capture as CaptureConfig
 from warmroute.config import Config
+from warmroute.edge.api_keys import NO_RIGHTS, Rights
 from warmroute.edge.body_scanner import BodyScanner
 from warmroute.edge.client_connection import ClientConnection
 from warmroute.edge.errors import HttpError, internal_error
@@ -39,6 +40,7 @@ from warmroute.prompt.prompt import Prompt
 from warmroute.prompt.request_body import has_prompt
 from warmroute.prompt.tokenizer_registry import TokenizerRegistry
 from warmroute.routing.output_length import OutputLengthEstimate
+from warmroute.routing.rate_limits import RateLimits
 from warmroute.service.tokenizer_search import find_tokenizer_files
 from warmroute.telemetry.counters import Counters
 
@@ -64,7 +66,7 @@ class Mirror:
         self.counters = Counters()
         self._output_tokens = output_tokens
         self._output_lengths = OutputLengthEstimate()
-        self._requests = RequestBuilder(config, Fleet(config.health), self._now)
+        self._requests = RequestBuilder(config, Fleet(config.health), self._now, RateLimits((), self._now()))
         self._registry = TokenizerRegistry(config.prompts, config.models, locate=find_tokenizer_files)
         self._prompt_reader = PromptReader(self._registry, config.prompts, self.counters)
         self._body_scanner = BodyScanner()
@@ -106,8 +108,8 @@ class Mirror:
 
     # listener.Handler
 
-    def admit(self, head: RequestHead) -> str:
-        return ""
+    def admit(self, head: RequestHead) -> Rights:
+        return NO_RIGHTS  # the key is checked when the request is read
 
     def serve(self, client: ClientConnection, head: RequestHead, body: bytes) -> None:
         client.reply(200, b"", content_type="text/plain")
@@ -147,11 +149,12 @@ class Mirror:
         if head.method != b"POST" or not has_prompt(path):
             self.unreadable["no_prompt"] += 1
             return
-        tenant = self._requests.tenant(head) or _key_owner(head)
+        rights = self._requests.keys.rights(head)
+        tenant = rights.tenant or _key_owner(head)
         now_s = self._now()
         scanned = await self._body_scanner.scan(path, head.content_type, body)
-        request = self._requests.build(head, path, scanned, tenant)
-        request.arrived_s = now_s
+        request = self._requests.build(head, path, scanned, rights)
+        request.tenant, request.arrived_s = tenant, now_s
         future: asyncio.Future[Prompt | None] = asyncio.get_running_loop().create_future()
         not_read = self.counters.prompts_not_tokenized
         prompt = self._prompt_reader.read(request.model, path, body, future.set_result, scanned.outline)
