@@ -19,7 +19,7 @@ from warmroute.console.capture_stream import CaptureStreams
 from warmroute.console.decisions import Decisions
 from warmroute.console.live_feed import LiveFeed
 from warmroute.console.page_files import PAGE_PATHS, PageFiles
-from warmroute.edge.async_handler import Request, Responder
+from warmroute.edge.async_handler import Request, Responder, decode_body
 from warmroute.edge.errors import HttpError, method_not_allowed
 from warmroute.edge.http1 import RequestHead
 from warmroute.fleet.fleet import Fleet, NameTaken, UnknownNode
@@ -41,6 +41,10 @@ class _NewRole(msgspec.Struct):
     """The body of a request for another role."""
 
     role: Role
+
+
+_any: Final = msgspec.json.Decoder()
+_new_role: Final = msgspec.json.Decoder(_NewRole)
 
 
 class Operations(Protocol):
@@ -213,7 +217,7 @@ class AdminApi:
 
     def _add_node(self, body: bytes) -> Node:
         try:
-            config = parse_section(NodeConfig, msgspec.json.decode(body))
+            config = parse_section(NodeConfig, decode_body(body, _any))
             self._check_address(config)
             return self._operations.add_node(config)
         except msgspec.DecodeError:
@@ -226,7 +230,7 @@ class AdminApi:
 
     def _set_role(self, node: Node, body: bytes) -> Node:
         try:
-            role = msgspec.json.decode(body, type=_NewRole).role
+            role = decode_body(body, _new_role).role
         except msgspec.DecodeError:
             raise HttpError(
                 400, 'Send the role as {"role": "mixed"}, {"role": "prefill"} or {"role": "decode"}.', code="bad_role"

@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary
 import msgspec
 from msgspec import Meta
 
+from warmroute.edge.async_handler import decode_body
 from warmroute.edge.errors import HttpError
 from warmroute.index.cache_view import CacheView
 from warmroute.index.node_cache import EngineHash, NodeCache
@@ -63,7 +64,7 @@ class Report(_Part, frozen=True):
     stored: list[StoredBlocks] = []
 
 
-_decode: Final = msgspec.json.Decoder(Report).decode
+_report: Final = msgspec.json.Decoder(Report)
 
 
 class _Progress(msgspec.Struct):
@@ -94,7 +95,7 @@ class BlockReports:
         if cache is None:
             raise HttpError(404, f"The cache index has no node {name[:200]!r}.", code="unknown_node")
         try:
-            report = _decode(body)
+            report = decode_body(body, _report)
         except msgspec.DecodeError as error:
             raise HttpError(400, f"The report is invalid: {error}", code="bad_report") from None
         async with self._lock:

@@ -18,6 +18,7 @@ import msgspec
 
 from warmroute.config.priority import PRIORITY_NAMES
 from warmroute.edge.api_keys import Rights
+from warmroute.edge.async_handler import decode_body
 from warmroute.edge.dry_run import dry_run
 from warmroute.edge.errors import HttpError
 from warmroute.edge.http1 import RequestHead, read_request_head
@@ -38,6 +39,9 @@ class ExplainRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     path: str = "/v1/chat/completions"
     headers: dict[str, str] = {}
     tenant: str = ""
+
+
+_explain_request: Final = msgspec.json.Decoder(ExplainRequest)
 
 
 class Decisions:
@@ -71,7 +75,7 @@ class Decisions:
 
     async def explain(self, body: bytes) -> dict[str, Any]:
         try:
-            request = msgspec.json.decode(body, type=ExplainRequest)
+            request = decode_body(body, _explain_request)
         except msgspec.DecodeError as error:
             raise HttpError(
                 400, f'Send the request as {{"path": "/v1/…", "body": {{…}}}}: {error}', code="bad_request"

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import msgspec
 
 from warmroute.edge import errors
 from warmroute.edge.api_keys import NO_RIGHTS, Rights
@@ -17,6 +20,20 @@ from warmroute.edge.local_replies import Headers, render_start
 from warmroute.event_log import EventLog, where_it_failed
 
 log = EventLog("warmroute.edge")
+
+
+_Decoded = TypeVar("_Decoded")
+
+
+def decode_body(body: bytes, decoder: msgspec.json.Decoder[_Decoded]) -> _Decoded:
+    """Return what the decoder makes of a body. Raises msgspec.DecodeError for every body that it does not accept."""
+    try:
+        return decoder.decode(body)
+    except UnicodeDecodeError:
+        problem = "it is not UTF-8 text"
+    except RecursionError:
+        problem = "it is nested too deeply"
+    raise msgspec.DecodeError(problem)
 
 
 class Request:
