@@ -43,15 +43,15 @@ async def supervised(command: list[str]) -> AsyncIterator[tuple[Supervisor, asyn
 
 async def test_workers_that_fail_to_start_again_do_not_end_a_parent_whose_workers_have_served(tmp_path: Path) -> None:
     async with supervised([sys.executable, "-c", WORKER, str(tmp_path)]) as (supervisor, running):
-        await until(lambda: len(supervisor.sockets) == 2)
+        await until(lambda: len(supervisor.serving) == 2)
         (tmp_path / "broken").touch()
         for name in os.listdir(tmp_path):
             if name.startswith("pid-"):
                 os.kill(int(name.removeprefix("pid-")), signal.SIGKILL)
         await until(lambda: supervisor.restarts >= 4)
-        assert not running.done() and not supervisor.sockets
+        assert not running.done() and not supervisor.serving
         (tmp_path / "broken").unlink()
-        await until(lambda: len(supervisor.sockets) == 2)
+        await until(lambda: len(supervisor.serving) == 2)
 
 
 async def test_a_parent_that_cannot_start_any_worker_ends(tmp_path: Path) -> None:

@@ -164,6 +164,54 @@ async def test_explain_and_the_live_feed_show_all_workers_as_one_router(tmp_path
         viewer.close()
 
 
+async def test_a_worker_that_hangs_holds_up_neither_the_admin_api_nor_clients_nor_the_end(tmp_path: Path) -> None:
+    async def ask(path: str, method: str = "GET") -> dict[str, object]:
+        """Return the answer, which came long before the 10 s that the parent waits for a worker that runs."""
+        async with asyncio.timeout(5.0):
+            status, body = await admin(router, path, method)
+        assert status == 200, body
+        answer: dict[str, object] = json.loads(body)
+        return answer
+
+    async with engines() as [engine], workers(tmp_path, engine) as router:
+        await ready_everywhere(router)
+        hung, other = sorted(worker_pids(router))
+        number = next(at for at in (0, 1) if router.logged(f"worker_ready worker={at} pid={hung}"))
+        os.kill(hung, signal.SIGSTOP)
+        for path in ("/ready", "/admin/nodes", "/admin/nodes/node-0", "/admin/models", "/admin/decisions"):
+            assert (await ask(path))["workers_not_answering"] == [number], path
+        for _ in range(2):  # whichever worker's turn it is
+            drained = await ask("/admin/nodes/node-0/drain", "POST")
+            assert drained["state"] == "draining" and drained["workers_not_answering"] == [number]
+            assert (await ask("/admin/nodes/node-0/undrain", "POST"))["state"] == "up"
+        assert await metric(router, f'warmroute_worker_answers{{worker="{number}"}}'.replace("{", r"\{")) == 0
+        assert await metric(router, "warmroute_worker_answers") == 1 and await metric(router, "warmroute_workers") == 2
+        for _ in range(4):  # no connection goes to it
+            assert (await router.request()).status == 200
+        file = tmp_path / "router.toml"
+        file.write_text(file.read_text() + "[limits]\nconnections = 99\n")
+        assert (await ask("/admin/reload", "POST"))["workers_not_answering"] == [number]
+        await until(lambda: router.logged("worker_hung"), "the hung worker is noticed", PATIENCE_S)
+
+        os.kill(hung, signal.SIGCONT)
+        await until(lambda: router.logged("worker_answers"), "it answers again", PATIENCE_S)
+        reloaded = lambda: sum("limits.connections 20000 -> 99" in line for line in router.lines) == 2  # noqa: E731
+        await until(reloaded, "it has reloaded the configuration, too", PATIENCE_S)
+        assert "workers_not_answering" not in await ask("/admin/nodes")
+        assert sum("worker_hung" in line for line in router.lines) == 1
+
+        os.kill(hung, signal.SIGSTOP)
+        router.signal(signal.SIGTERM)
+        async with asyncio.timeout(25.0):  # shutdown.deadline_s is 30 s
+            assert await router.process.wait() == 0
+        assert router.logged(f"worker_killed worker={number}") and none_runs([hung, other])
+
+
+async def ready_everywhere(router: ServeProcess) -> None:
+    """Wait until every worker knows its nodes."""
+    await until(lambda: sum("startup_complete" in line for line in router.lines) == 2, "all are ready", PATIENCE_S)
+
+
 async def test_workers_end_when_their_parent_has_ended(tmp_path: Path) -> None:
     async with engines() as [engine], workers(tmp_path, engine) as router:
         pids = worker_pids(router)

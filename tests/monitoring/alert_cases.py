@@ -106,6 +106,14 @@ CASES = (
         "10m",
     ),
     Case(
+        "WarmrouteWorkerHangs",
+        {f'warmroute_worker_answers{{{ROUTER},worker="1"}}': "1x3 0x40"},
+        {f'warmroute_worker_answers{{{ROUTER},worker="1"}}': "1x40"},
+        INSTANCE | {"worker": "1"},
+        "Worker 1 of r:1 does not answer",
+        "10m",
+    ),
+    Case(
         "WarmrouteNodeDown",
         node("node_state", "0x3 1x40", ',state="half_open"'),
         node("node_state", "1x40", ',state="draining"') | node("node_state", "0x9 1 0x40", ',state="down"'),

@@ -1,6 +1,7 @@
 """The admin API of `serve --workers`: the parent asks its workers, and replies as one process would.
 
 A change of a node goes to one worker, which shares it with the others and replies once all of them have confirmed it.
+No answer waits for a worker that hangs: it says what the others know, and which workers do not answer.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from warmroute.console.combined_views import (
     leading_view,
 )
 from warmroute.console.page_files import PageFiles
-from warmroute.console.worker_api import Reply, ask, ask_all, no_worker
+from warmroute.console.worker_api import Replies, ServingWorker, ask, ask_all, no_worker, wait_until_s
 from warmroute.edge.async_handler import Request, Responder
 from warmroute.edge.errors import HttpError
 from warmroute.edge.http1 import RequestHead
@@ -32,14 +33,15 @@ from warmroute.telemetry.combined_metrics import CombinedMetrics
 from warmroute.telemetry.exposition import CONTENT_TYPE
 
 DEFAULT_DECISIONS: Final = 20
+NO_WORKER: Final = (503, b'{"error":{"message":"No worker serves.","type":"server_error","code":"no_worker"}}')
 
 
 class Workers(Protocol):
     """The workers, as the parent knows them."""
 
     @property
-    def sockets(self) -> list[tuple[int, str]]:
-        """Number and admin socket of each worker that serves."""
+    def serving(self) -> Sequence[ServingWorker]:
+        """The workers that serve, also those that hang."""
 
     @property
     def restarts(self) -> int: ...
@@ -53,7 +55,7 @@ class CombinedAdmin:
         self._workers = workers
         self._token = bytes.fromhex(token_sha256)
         self._metrics = CombinedMetrics()
-        self._live = CombinedLive(lambda: workers.sockets)
+        self._live = CombinedLive(lambda: [one.admin_socket for one in workers.serving if one.answers])
         self._page = PageFiles()
         self._turn = 0
 
@@ -71,8 +73,7 @@ class CombinedAdmin:
             case "GET", ["metrics"]:
                 responder.reply(200, await self.metrics_page(), CONTENT_TYPE)
             case "GET", ["ready"]:
-                replies = sorted(await self._ask(request, target), key=lambda reply: reply.status)
-                _pass(responder, replies[0])
+                await self._pass_best(request, responder, target)
             case "GET", ["admin", "capture", *_]:
                 raise HttpError(
                     409, "A capture is written by one process: start the router without --workers.",
@@ -93,70 +94,72 @@ class CombinedAdmin:
                 most = int(limit) if limit.isascii() and limit.isdigit() and len(limit) < 10 else 0
                 await self._combine(request, responder, target, lambda replies: combine_decisions(replies, most))
             case "GET", ["admin", "decisions", _]:
-                replies = sorted(await self._ask(request, target), key=lambda reply: reply.status)
-                _pass(responder, replies[0])
+                await self._pass_best(request, responder, target)
             case "POST", ["admin", "reload"]:
                 status, body = await self._workers.reload("admin API")
                 responder.reply(status, body)
             case "GET", ["admin", "scaling"]:
                 await self._combine(request, responder, target, leading_view)
             case "POST", ["admin", "nodes", _, "blocks"]:
-                await self._report_blocks(request, responder, target)
+                await self._pass_best(request, responder, target)  # each has an index of its own
             case _:
-                _pass(responder, await self._ask_one(request, target))
+                await self._pass_one(request, responder, target)
 
     async def metrics_page(self) -> bytes:
-        workers = self._workers.sockets
+        workers = self._workers.serving
         replies = await ask_all(workers, "GET", "/metrics")
-        pages = {reply.socket: reply.body for reply in replies if reply.status == 200}
-        self._metrics.update(pages, {socket for _, socket in workers})
+        pages = {reply.socket: reply.body for reply in replies.found if reply.status == 200}
+        self._metrics.update(pages, {worker.admin_socket for worker in workers})
         own = {metrics.WORKERS.name: float(len(workers)), metrics.WORKER_RESTARTS.name: float(self._workers.restarts)}
+        for worker in workers:
+            own[f'{metrics.WORKER_ANSWERS.name}{{worker="{worker.number}"}}'] = float(
+                worker.number not in replies.missing
+            )
         return await asyncio.get_running_loop().run_in_executor(None, self._metrics.render, own)
 
-    # Changes.
-
-    async def _report_blocks(self, request: Request, responder: Responder, target: str) -> None:
-        """Pass what a node's cache holds to all workers: each has an index of its own."""
-        replies = await self._ask(request, target)
-        _pass(responder, min(replies, key=lambda reply: reply.status))
-
-    async def reload_workers(self) -> tuple[int, bytes]:
-        replies = await ask_all(self._workers.sockets, "POST", "/admin/reload")
-        if not replies:
-            return 503, b'{"error":{"message":"No worker serves.","type":"server_error","code":"no_worker"}}'
-        worst = max(replies, key=lambda reply: reply.status)
-        return worst.status, worst.body
+    async def reload_workers(self) -> tuple[int, bytes, list[int]]:
+        """Return the status and body of the answer, and the workers that did not answer."""
+        replies = await ask_all(self._workers.serving, "POST", "/admin/reload")
+        if not replies.found:
+            return *NO_WORKER, replies.missing
+        worst = max(replies.found, key=lambda reply: reply.status)
+        return worst.status, replies.body_of(worst), replies.missing
 
     # Asking.
 
-    async def _ask(self, request: Request, target: str) -> list[Reply]:
+    async def _ask(self, request: Request, target: str) -> Replies:
         """Return the replies of all workers, at least one. Raises HttpError."""
-        replies = await ask_all(self._workers.sockets, request.method, target, request.body)
-        if not replies:
-            raise no_worker()
+        replies = await ask_all(self._workers.serving, request.method, target, request.body)
+        if not replies.found:
+            raise no_worker(replies.missing)
         return replies
 
-    async def _ask_one(self, request: Request, target: str) -> Reply:
-        """Return the reply of one worker, of another one each time. Raises HttpError."""
-        workers = self._workers.sockets
+    async def _pass_best(self, request: Request, responder: Responder, target: str) -> None:
+        """Ask all workers, and pass the reply with the lowest status on."""
+        replies = await self._ask(request, target)
+        best = min(replies.found, key=lambda reply: reply.status)
+        responder.reply(best.status, replies.body_of(best))
+
+    async def _pass_one(self, request: Request, responder: Responder, target: str) -> None:
+        """Pass the reply of one worker on, of another one each time. Raises HttpError."""
+        workers = self._workers.serving
         self._turn += 1
+        until_s = wait_until_s(workers)
         for at in range(len(workers)):
-            reply = await ask(*workers[(self._turn + at) % len(workers)], request.method, target, request.body)
+            worker = workers[(self._turn + at) % len(workers)]
+            reply = await ask(worker, request.method, target, request.body, until_s)
             if reply is not None:
-                return reply
-        raise no_worker()
+                silent = [worker.number for worker in workers if not worker.answers]
+                responder.reply(reply.status, Replies([reply], silent).body_of(reply))
+                return
+        raise no_worker([worker.number for worker in workers])
 
     async def _combine(
         self, request: Request, responder: Responder, target: str, combine: Callable[[Sequence[Any]], Any]
     ) -> None:
         replies = await self._ask(request, target)
-        good = [reply for reply in replies if reply.status == 200]
+        good = [reply for reply in replies.found if reply.status == 200]
         if not good:
-            _pass(responder, replies[0])
+            responder.reply(replies.found[0].status, replies.body_of(replies.found[0]))
             return
-        combined = combine([msgspec.json.decode(reply.body) for reply in good])
-        responder.reply(200, msgspec.json.encode(combined))
-
-
-def _pass(responder: Responder, reply: Reply) -> None:
-    responder.reply(reply.status, reply.body)
+        responder.reply(200, replies.encode(combine([msgspec.json.decode(reply.body) for reply in good])))

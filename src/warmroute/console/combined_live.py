@@ -19,7 +19,7 @@ from warmroute.http_client import open_response
 
 log = EventLog("warmroute.console")
 
-FIRST_S: Final = 2.0
+FIRST_S: Final = 0.9
 """How long a first viewer waits for the workers' feeds."""
 RETRY_S: Final = 0.5
 MAX_POINTS: Final = 400
@@ -53,8 +53,9 @@ class _Feed:
 
 
 class CombinedLive:
-    def __init__(self, workers: Callable[[], list[tuple[int, str]]]) -> None:
-        self._workers = workers
+    def __init__(self, sockets: Callable[[], list[str]]) -> None:
+        """`sockets` returns the admin sockets of the workers that answer."""
+        self._sockets = sockets
         self._viewers = LiveViewers()
         self._feeds: dict[str, _Feed] = {}
         self._following: dict[str, asyncio.Task[None]] = {}
@@ -85,7 +86,7 @@ class CombinedLive:
 
     async def _until_known(self) -> None:
         for _ in range(int(FIRST_S / 0.05)):
-            feeds = [self._feeds.get(socket) for _, socket in self._workers()]
+            feeds = [self._feeds.get(socket) for socket in self._sockets()]
             if feeds and all(feed is not None and feed.history for feed in feeds):
                 return
             await asyncio.sleep(0.05)
@@ -100,7 +101,7 @@ class CombinedLive:
 
     async def _run(self) -> None:
         while True:
-            sockets = {socket for _, socket in self._workers()}
+            sockets = set(self._sockets())
             for socket in sockets - self._following.keys():
                 self._following[socket] = asyncio.get_running_loop().create_task(self._follow(socket))
             for socket in self._following.keys() - sockets:

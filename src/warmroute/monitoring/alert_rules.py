@@ -237,6 +237,15 @@ def _router_rules() -> list[AlertRule]:
             "Give the router a core of its own, or start more routers. Look for other processes on the machine.",
         ),
         AlertRule(
+            "WarmrouteWorkerHangs", "critical",
+            f"min by (job, instance, worker) ({metrics.WORKER_ANSWERS.name}) == 0", "30s",
+            "Worker {{ $labels.worker }} of {{ $labels.instance }} does not answer",
+            "A worker of `serve --workers` has stopped working without ending. The requests on its connections wait; "
+            "new connections go to the other workers.",
+            "Look at the process that the log names (`worker_hung`), for example with `py-spy dump`, and kill it: the "
+            "router starts it again.",
+        ),
+        AlertRule(
             "WarmrouteReplicaAlone", "warning",
             f"min by (job, instance) ({metrics.CLUSTER_CONNECTED.name}) == 0", "1m",
             "{{ $labels.instance }} does not hear other replicas",

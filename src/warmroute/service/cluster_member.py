@@ -25,8 +25,8 @@ SNAPSHOT_S: Final = 0.01
 """Time between two messages of a snapshot."""
 
 
-CONFIRM_S: Final = 1.0
-"""How long the admin API waits until all replicas have confirmed a change of a node."""
+CONFIRM_S: Final = 0.8
+"""How long the admin API waits until all replicas have confirmed a change of a node. It answers within a second."""
 CONFIRM_ALONE_S: Final = 0.1
 """The same without a connection to other replicas: other workers of this router can still confirm it."""
 

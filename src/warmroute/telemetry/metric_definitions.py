@@ -55,6 +55,7 @@ LABELS: Final = {
     "tenant": "tenant of the API key; empty if no keys are configured",
     "to": "island that the conversation moved to",
     "version": "version of Warmroute",
+    "worker": "number of the worker, from 0",
     "build": "`compiled` (releases) or `interpreted`: whether the modules of the request path are compiled",
 }
 
@@ -449,4 +450,5 @@ CLUSTER_WRITABLE: Final = _gauge("cluster_writable", "1 if Redis takes writes, e
 CLUSTER_DELAY: Final = _gauge("cluster_delay_seconds", "How long the last message took through Redis.")
 
 WORKERS: Final = _gauge("workers", "Workers that serve (`serve --workers`).")
+WORKER_ANSWERS: Final = _gauge("worker_answers", "0: the worker hangs (`serve --workers`).", "worker")
 WORKER_RESTARTS: Final = _counter("worker_restarts", "Workers that ended and were started again.")

@@ -47,6 +47,10 @@ class FrameLink(asyncio.Protocol):
         self.lost = 0
         """Frames that were not sent because the other side does not read."""
 
+    @property
+    def is_open(self) -> bool:
+        return self._transport is not None
+
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
 

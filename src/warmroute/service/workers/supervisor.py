@@ -18,6 +18,7 @@ from warmroute.build_info import build
 from warmroute.cluster.redis.link import new_origin
 from warmroute.config import Config, ConfigError
 from warmroute.console.combined_admin import CombinedAdmin
+from warmroute.console.worker_api import ask
 from warmroute.edge.async_handler import AsyncHandler
 from warmroute.edge.listener import Listener
 from warmroute.edge.listening_sockets import listen_inherited, listen_tcp, open_tcp_socket, open_unix_socket, server_tls
@@ -32,7 +33,7 @@ from warmroute.service.systemd import ADMIN_SOCKET, Systemd
 from warmroute.service.workers.frames import GONE
 from warmroute.service.workers.passed_connections import ConnectionPassing
 from warmroute.service.workers.replica_link import ReplicaLink
-from warmroute.service.workers.worker_process import WorkerProcess
+from warmroute.service.workers.worker_process import SILENT_S, WorkerProcess
 
 log = EventLog("warmroute.service")
 
@@ -41,6 +42,12 @@ MAX_PAUSE_S: Final = 15.0
 """Longest time between two starts of a worker that keeps ending."""
 STEADY_S: Final = 30.0
 """A worker that served for this long is restarted without delay."""
+CHECK_S: Final = 0.1
+"""Time between two looks whether the workers still run."""
+HUNG_S: Final = 2.0
+"""A worker that has been silent for this long is in the log."""
+STOP_SILENT_S: Final = 3.0
+"""At the end, a worker that has been silent for this long is killed: it does not finish its requests either."""
 CHANGES_S: Final = 1.0
 """How long a new worker may take to apply the changes of nodes, before it gets connections."""
 
@@ -65,6 +72,8 @@ class Supervisor:
         self._failed: int | None = None
         """Exit status of a worker that ended before any worker served."""
         self.restarts = 0
+        self._missed_reload: set[int] = set()
+        """Workers that hung during a reload."""
         self._timers = TimerWheel(time.monotonic)
         self.admin = CombinedAdmin(self, self.config.admin.token_sha256)
         self._admin_listener = Listener(
@@ -80,9 +89,9 @@ class Supervisor:
     # For the admin API.
 
     @property
-    def sockets(self) -> list[tuple[int, str]]:
-        """Number and admin socket of each worker that serves."""
-        return [(number, worker.admin_socket) for number, worker in sorted(self._workers.items()) if worker.serves]
+    def serving(self) -> list[WorkerProcess]:
+        """The workers that serve, also those that hang."""
+        return [worker for _, worker in sorted(self._workers.items()) if worker.serves]
 
     @property
     def wanted(self) -> int:
@@ -142,6 +151,7 @@ class Supervisor:
         self._spawn(self._systemd.keep_alive())
         self._replicas.start(self.config.cluster)
         self._spawn(self._replicas.run())
+        self._spawn(self._watch_workers())
         if (file := self._config_file) is not None:
             changed = lambda: self._spawn(self._reload(f"{file} changed"))  # noqa: E731
             self._spawn(watch_files(lambda: [file], changed))
@@ -215,12 +225,40 @@ class Supervisor:
         self._report_ready()
 
     def _report_ready(self) -> None:
-        self._systemd.ready(f"{len(self._takers())} of {self._count} workers serve")
+        self._systemd.ready(f"{len(self.serving)} of {self._count} workers serve")
 
     # While it runs.
 
     def _takers(self) -> list[WorkerProcess]:
-        return [worker for worker in self._workers.values() if worker.serves]
+        return [worker for worker in self._workers.values() if worker.answers]
+
+    async def _watch_workers(self) -> None:
+        """Notice workers that hang. The time counts in turns of this loop, so that a parent that was held up itself
+        does not take its workers for hung."""
+        hung: set[WorkerProcess] = set()
+        while True:
+            await asyncio.sleep(CHECK_S)
+            for worker in self._workers.values():
+                worker.check_silence(CHECK_S)
+                if worker.silent_s < SILENT_S and worker in hung:
+                    hung.discard(worker)
+                    log.info("worker_answers", "It gets connections again.", worker=worker.number)
+                elif worker.serves and worker.silent_s >= HUNG_S and worker not in hung:
+                    hung.add(worker)
+                    log.error(
+                        "worker_hung", "Its connections wait. It gets no others, and the admin API answers without it.",
+                        worker=worker.number, pid=worker.pid, silent_s=worker.silent_s,
+                    )  # fmt: skip
+                if worker.answers and worker.number in self._missed_reload:
+                    self._missed_reload.discard(worker.number)
+                    self._spawn(self._reload_late(worker))
+                if self._stopping.is_set() and worker.silent_s >= STOP_SILENT_S:
+                    log.error(
+                        "worker_killed", "It does not answer, so it cannot finish its requests.", worker=worker.number,
+                        silent_s=worker.silent_s,
+                    )  # fmt: skip
+                    worker.signal(signal.SIGKILL)
+            hung &= set(self._workers.values())
 
     def _tell_others(self, sender: WorkerProcess, kind: bytes, payload: bytes) -> None:
         for worker in self._workers.values():
@@ -241,9 +279,16 @@ class Supervisor:
         else:
             self._admin_listener.limits = self.config.limits
         try:
-            return await self.admin.reload_workers()
+            status, body, missing = await self.admin.reload_workers()
         finally:
             self._report_ready()
+        self._missed_reload.update(missing)
+        return status, body
+
+    async def _reload_late(self, worker: WorkerProcess) -> None:
+        """Reload the configuration of a worker that hung when the others did."""
+        if await ask(worker, "POST", "/admin/reload") is None:
+            self._missed_reload.add(worker.number)
 
     # Stop.
 

@@ -13,9 +13,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Final
 
 from warmroute.service.workers.frames import APPLIED, COUNTS, DIRECT, OPEN, READY, STATE, STORE, FrameLink
 from warmroute.service.workers.seat import Seat
+
+SILENT_S: Final = 0.8
+"""A worker publishes its state every 250 ms. One of which the parent has heard nothing for this long hangs: it gets no
+connections, and no answer of the admin API waits for it."""
 
 
 class WorkerProcess:
@@ -36,6 +41,9 @@ class WorkerProcess:
         self.cluster_id = b""
         """Its id in the cluster; empty until it serves."""
         self.serves = False
+        self.silent_s = 0.0
+        """For how long the parent has heard nothing of it, while the parent itself ran."""
+        self._heard = False
         self.started_s = time.monotonic()
         self.link = FrameLink(self._receive, lambda: None)
         self.knows_changes = asyncio.Event()
@@ -65,6 +73,16 @@ class WorkerProcess:
             one.setblocking(False)
         self._passing = passing
         await asyncio.get_running_loop().create_unix_connection(lambda: self.link, sock=link)
+
+    def check_silence(self, passed_s: float) -> None:
+        """Count the time since the last check as silence, unless the worker has sent anything. A worker that has closed
+        its link is about to end."""
+        self.silent_s = 0.0 if self._heard or not self.link.is_open else round(self.silent_s + passed_s, 3)
+        self._heard = False
+
+    @property
+    def answers(self) -> bool:
+        return self.serves and self.silent_s < SILENT_S
 
     @property
     def pid(self) -> int:
@@ -97,7 +115,7 @@ class WorkerProcess:
 
     def give(self, connection: socket.socket) -> bool:
         """Pass a connection, which is the worker's then. Return False if the worker does not take it now."""
-        if self._passing is None or not self.serves:
+        if self._passing is None or not self.answers:
             return False
         try:
             socket.send_fds(self._passing, [b"c"], [connection.fileno()])
@@ -114,6 +132,7 @@ class WorkerProcess:
         return connections
 
     def _receive(self, kind: bytes, payload: bytes) -> None:
+        self._heard, self.silent_s = True, 0.0
         if kind in (STATE, DIRECT, STORE):
             self._on_frame(self, kind, payload)
         elif kind == OPEN:
