@@ -14,6 +14,8 @@
 # make test-mirrors   captures of traffic that real proxies mirror: nginx, Envoy
 # make test-picker    the endpoint picker behind a real Envoy
 # make test-data DATA=DIR     the tests on public traces, chats and tokenizers in DIR
+# make oracle         compare seeded replays with the recorded ones, byte by byte
+# make trace          count the Python calls that one streamed request costs
 # make bench          figures on this machine (docs/lab/benchmarks.md explains them)
 # make page           build the live page (ui/) into src/warmroute/console/page; needs Node.js 20 or later
 # make test-browser   the live page in Debian's Chromium, under load; with WARMROUTE_SCREENSHOTS=1 it writes docs/images
@@ -29,7 +31,7 @@ READY := $(VENV)/.ready
 SOURCES_C := $(wildcard src/warmroute/_kernel/*.[ch])
 PIP := -m pip install --quiet --disable-pip-version-check
 
-.PHONY: run test lint compile test-compiled sanitize wheel release coverage test-pythons test-real test-real-kubernetes test-deploy manifests test-mirrors test-picker test-data test-browser page bench monitoring test-promtool docs lock clean
+.PHONY: run test lint compile test-compiled sanitize wheel release coverage test-pythons test-real test-real-kubernetes test-deploy manifests test-mirrors test-picker test-data test-browser page oracle trace bench monitoring test-promtool docs lock clean
 
 run: $(RUNTIME)
 	$(BIN)/warmroute demo $(ARGS)
@@ -159,6 +161,13 @@ test-browser: $(READY) ui/node_modules/.ready
 # Debian's package: prometheus.
 test-promtool: $(READY)
 	$(BIN)/python -m pytest -m promtool tests/monitoring $(ARGS)
+
+# A change that is meant to change no decision leaves every figure as it is.
+oracle: $(READY)
+	$(BIN)/python tools/replay_oracle.py $(ARGS)
+
+trace: $(READY)
+	$(BIN)/python tools/trace_request.py $(ARGS)
 
 bench: $(READY)
 	$(BIN)/python bench/run_all.py $(ARGS)
