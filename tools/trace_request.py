@@ -31,7 +31,7 @@ from warmroute.service import Service
 
 PACKAGE = str(Path(warmroute.__file__).parent) + "/"
 TOKENIZER = Path(__file__).parents[1] / "tests" / "prompt" / "small-model"
-ROUNDS = 15
+ROUNDS = 61
 WARM_UP = 5
 
 EVENTS = (
@@ -175,7 +175,6 @@ async def trace_requests(exact: bool) -> Trace:
         "listen": {"port": 0},
         "admin": {"port": 0},
         "routing": {"policy": "price", "seed": 7},
-        "health": {"interval_s": 0.2},
         "nodes": [{"name": "node", "url": node.url}],
         "log": {"level": "error"},
     }
@@ -192,7 +191,7 @@ async def trace_requests(exact: bool) -> Trace:
     loop, request = asyncio.get_running_loop(), request_bytes()
     traces = []
     for number in range(WARM_UP + ROUNDS):
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(0.005)
         with counting() as trace:
             await loop.run_in_executor(None, ask, client, node, request)
         if number >= WARM_UP:
