@@ -174,7 +174,8 @@ def load(pid: int, port: int, case: Case, home: Path, seconds: float) -> float:
     row = json.loads(ended.stdout)
     if row["err"] or row["non2xx"]:
         raise SystemExit(f"{case.title}: {row['err']} requests failed, {row['non2xx']} answers were not 2xx")
-    return took_us / (row["events"] if case.per_event else row["done"])
+    count: int = row["events"] if case.per_event else row["done"]
+    return took_us / count
 
 
 def interval(ratios: list[float], samples: int = 10_000) -> tuple[float, float]:

@@ -93,13 +93,23 @@ async def send(port: int, method: str, path: str, body: bytes, *headers: str) ->
         peer.disconnect()
 
 
+class RunningWorker:
+    """Implements worker_api.ServingWorker."""
+
+    number = 0
+    answers = True
+
+    def __init__(self, socket: Path) -> None:
+        self.admin_socket = str(socket)
+
+
 class OneWorker:
     """Implements combined_admin.Workers."""
 
     restarts = 0
 
     def __init__(self, socket: Path) -> None:
-        self.sockets = [(0, str(socket))]
+        self.serving = [RunningWorker(socket)]
 
     async def reload(self, reason: str) -> tuple[int, bytes]:
         return 200, b"{}"
