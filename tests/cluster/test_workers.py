@@ -7,9 +7,10 @@ import json
 import os
 import re
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 from support.engine_scripts import DONE, SSE_HEAD, chunk, script, sse_event
 from support.polling import until
@@ -162,6 +163,26 @@ async def test_explain_and_the_live_feed_show_all_workers_as_one_router(tmp_path
         assert {node["name"] for node in first["nodes"]} == {"node-0", "node-1"}
         assert first["totals"]["requests"] == 4 and sum(node["ok"] for node in first["nodes"]) == 4
         viewer.close()
+
+
+async def test_the_list_of_alerts_is_that_of_one_router(tmp_path: Path) -> None:
+    async def alerts_until(known: Callable[[list[dict[str, Any]]], bool]) -> list[dict[str, Any]]:
+        async with asyncio.timeout(PATIENCE_S):
+            while True:
+                found: list[dict[str, Any]] = json.loads((await admin(router, "/admin/alerts"))[1])["alerts"]
+                if known(found):
+                    return found
+                await asyncio.sleep(0.1)
+
+    async with engines() as [engine], workers(tmp_path, engine) as router:
+        await ready_everywhere(router)
+        assert json.loads((await admin(router, "/admin/alerts"))[1]) == {"alerts": []}
+        assert (await admin(router, "/admin/nodes/node-0/drain", "POST"))[0] == 200
+        found = await alerts_until(lambda alerts: alerts != [])
+        assert [(alert["id"], alert["ended"]) for alert in found] == [("no_node", None)]
+        assert (await admin(router, "/admin/nodes/node-0/undrain", "POST"))[0] == 200
+        found = await alerts_until(lambda alerts: alerts[0]["ended"] is not None)
+        assert [alert["id"] for alert in found] == ["no_node"] and found[0]["ended"] >= found[0]["since"]
 
 
 async def test_a_worker_that_hangs_holds_up_neither_the_admin_api_nor_clients_nor_the_end(tmp_path: Path) -> None:

@@ -11,11 +11,12 @@ import runpy
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.engine_scripts import normal
+from support.engine_scripts import http_response, normal, script
 from support.polling import until
 from support.raw_client import RawConnection, chat, post
 from support.running_router import RunningRouter, router
@@ -23,6 +24,7 @@ from support.scripted_engine import engines
 
 from warmroute.console import live_feed, live_viewers
 from warmroute.console.page_files import FOLDER, PAGE_PATHS
+from warmroute.fleet.health import HealthState
 from warmroute.look import theme_css
 from warmroute.telemetry.alerts import Alert
 
@@ -37,6 +39,7 @@ USAGE = json.dumps(
 ).encode()
 SECTIONS = {
     "router", "totals", "window", "nodes", "islands", "routes", "queue", "prefixes", "scaling", "prompts", "alerts",
+    "ended_alerts",
 }  # fmt: skip
 
 
@@ -198,6 +201,28 @@ async def test_a_viewer_that_does_not_read_is_disconnected(monkeypatch: pytest.M
         assert feed.viewers == 1, "the slow viewer is gone, the other one stays"
         reader.cancel()
         r.service.alerts.current = ()
+
+
+async def test_the_list_of_alerts_has_active_ones_and_those_that_ended() -> None:
+    async with engines() as [engine], router(engine) as r:
+        began_s = time.time()
+        healthy, engine.health = engine.health, script(http_response(b"", 503))
+        await until(lambda: r.node(0).health.state is HealthState.DOWN)
+        r.service.alerts.update(time.monotonic())
+        found = json.loads((await r.admin("GET", "/admin/alerts")).body)["alerts"]
+        assert [(alert["name"], alert["ended"]) for alert in found] == [("no_node", None), ("node_down", None)]
+        assert began_s - 1 <= found[0]["since"] <= time.time() + 1
+        assert found[1]["nodes"] == ["node0"] and "503" in found[1]["cause"] and found[1]["what_to_do"]
+        assert found[1]["count"] == 0 and found[1]["source"] == "" and found[1]["sources"] == []
+        engine.health = healthy
+        await until(lambda: r.node(0).health.state is HealthState.UP)
+        r.service.alerts.update(time.monotonic())
+        found = json.loads((await r.admin("GET", "/admin/alerts")).body)["alerts"]
+        assert [alert["name"] for alert in found] == ["no_node", "node_down"]
+        assert all(alert["since"] <= alert["ended"] <= time.time() + 1 for alert in found)
+        _, snapshot = await (await viewer(r)).next()
+        assert snapshot["alerts"] == [] and snapshot["ended_alerts"] == found
+        assert (await r.admin("POST", "/admin/alerts")).status == 405
 
 
 def _fields(alert: Alert) -> dict[str, Any]:

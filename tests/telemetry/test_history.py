@@ -7,7 +7,7 @@ import pytest
 from warmroute.config import Health, Index, NodeConfig
 from warmroute.fleet.fleet import Fleet
 from warmroute.index.cache_view import CacheView
-from warmroute.telemetry.alerts import Alert, Alerts
+from warmroute.telemetry.alerts import KEEP_ENDED_S, MAX_ENDED, Alert, Alerts
 from warmroute.telemetry.counters import Counters
 from warmroute.telemetry.fleet_alerts import LASTING_S, MIN_ANSWERS, FleetAlerts
 from warmroute.telemetry.history import COARSE_POINTS, FINE_POINTS, WINDOW_S, History, ScalingChange
@@ -190,4 +190,50 @@ def test_a_source_that_fails_does_not_hide_the_others() -> None:
 
     alerts = Alerts(broken, working)
     alerts.update(1.0)
+    assert [alert.id for alert in alerts.current] == ["a"]
+
+
+def test_alerts_that_ended_are_kept_for_an_hour_and_updates_return_what_changed() -> None:
+    found: list[Alert] = []
+    alerts = Alerts(lambda _now_s: found)
+    assert alerts.update(0.0) == []
+    found.append(Alert(id="hit_rate_dropped m chat", severity="info", title="t", cause="c", what_to_do="w"))
+    [began] = alerts.update(10.0)
+    assert (began.name, began.since_s, began.ended_s) == ("hit_rate_dropped", 10.0, 0.0)
+    assert alerts.update(12.0) == [] and not alerts.ended
+    found.clear()
+    [ended] = alerts.update(20.0)
+    assert (ended.id, ended.since_s, ended.ended_s) == (began.id, 10.0, 20.0)
+    assert not alerts.current and list(alerts.ended) == [ended]
+    assert alerts.update(20.0 + KEEP_ENDED_S - 1.0) == [] and list(alerts.ended) == [ended]
+    assert alerts.update(20.0 + KEEP_ENDED_S) == [] and not alerts.ended
+
+
+def test_the_list_of_ended_alerts_has_one_entry_for_each_id_and_a_limit() -> None:
+    found: list[Alert] = []
+    alerts = Alerts(lambda _now_s: found)
+    for number in range(2 * MAX_ENDED):
+        found[:] = [
+            Alert(id=one, severity="info", title="t", cause="c", what_to_do="w") for one in ("flaps", f"a {number}")
+        ]
+        alerts.update(float(2 * number))
+        found.clear()
+        alerts.update(float(2 * number + 1))
+    assert len(alerts.ended) == MAX_ENDED
+    assert [alert.id for alert in alerts.ended].count("flaps") == 1
+    assert alerts.ended[0].ended_s == 2.0 * 2 * MAX_ENDED - 1
+
+
+def test_a_source_that_fails_ends_no_alert() -> None:
+    fails = False
+
+    def source(_now_s: float) -> list[Alert]:
+        if fails:
+            raise RuntimeError("no")
+        return [Alert(id="a", severity="info", title="t", cause="c", what_to_do="w")]
+
+    alerts = Alerts(source)
+    alerts.update(1.0)
+    fails = True
+    assert alerts.update(2.0) == []
     assert [alert.id for alert in alerts.current] == ["a"]

@@ -67,6 +67,7 @@ class Operations(Protocol):
         """Return what prevents reuse; the text around differences only with `show_text`."""
 
     def describe_cluster(self) -> dict[str, Any]: ...
+    def describe_alerts(self) -> dict[str, Any]: ...
     def describe_discovery(self) -> list[dict[str, Any]]: ...
     async def confirm_changes(self) -> dict[str, Any] | None:
         """Wait until other replicas know the changes of nodes. Return who does; None without replicas."""
@@ -124,6 +125,8 @@ class AdminApi:
                 _reply(responder, 200, self._operations.describe_scaling())
             case "GET", ["admin", "cluster"]:
                 _reply(responder, 200, self._operations.describe_cluster())
+            case "GET", ["admin", "alerts"]:
+                _reply(responder, 200, self._operations.describe_alerts())
             case "GET", ["admin", "prompts"]:
                 _reply(responder, 200, self._operations.describe_prompts(self._may_show_text(request)))
             case "GET", ["admin", "discovery"]:
@@ -160,9 +163,9 @@ class AdminApi:
                 raise method_not_allowed("GET, POST")
             case _, ["admin", "nodes", _]:
                 raise method_not_allowed("GET, DELETE")
-            case _, ["admin", "models" | "islands" | "scaling" | "discovery" | "prompts" | "live" | "decisions"]:
+            case _, ["admin", "models" | "islands" | "scaling" | "discovery" | "alerts" | "prompts" | "live"]:
                 raise method_not_allowed("GET")
-            case _, ["admin", "decisions", _] | ["admin", "capture"] | ["admin", "capture", "stream"]:
+            case _, ["admin", "decisions", *_] | ["admin", "capture"] | ["admin", "capture", "stream"]:
                 raise method_not_allowed("GET")
             case _, ["admin", "explain" | "reload"] | ["admin", "nodes", _, "blocks" | "role"]:
                 raise method_not_allowed("POST")
@@ -171,10 +174,10 @@ class AdminApi:
                     404,
                     "Not found. The paths are / (the live page), /metrics, /health, /ready, /admin/nodes, "
                     "/admin/nodes/NAME, /admin/nodes/NAME/drain, /admin/nodes/NAME/undrain, /admin/nodes/NAME/role, "
-                    "/admin/nodes/NAME/blocks, /admin/models, "
-                    "/admin/islands, /admin/scaling, /admin/discovery, /admin/cluster, /admin/prompts, /admin/live, "
-                    "/admin/capture, /admin/capture/stream, /admin/decisions, /admin/decisions/REQUEST_ID, "
-                    "/admin/explain and /admin/reload.",
+                    "/admin/nodes/NAME/blocks, /admin/models, /admin/islands, /admin/scaling, "
+                    "/admin/discovery, /admin/cluster, /admin/alerts, /admin/prompts, "
+                    "/admin/live, /admin/capture, /admin/capture/stream, /admin/decisions, "
+                    "/admin/decisions/REQUEST_ID, /admin/explain and /admin/reload.",
                     code="not_found",
                 )
 

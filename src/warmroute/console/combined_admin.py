@@ -16,6 +16,7 @@ import msgspec
 from warmroute.console.admin import check_token
 from warmroute.console.combined_live import CombinedLive
 from warmroute.console.combined_views import (
+    combine_alerts,
     combine_decisions,
     combine_islands,
     combine_models,
@@ -87,6 +88,8 @@ class CombinedAdmin:
                 await self._combine(request, responder, target, combine_models)
             case "GET", ["admin", "islands"]:
                 await self._combine(request, responder, target, combine_islands)
+            case "GET", ["admin", "alerts"]:
+                await self._combine(request, responder, target, combine_alerts)
             case "GET", ["admin", "nodes", _]:
                 await self._combine(request, responder, target, combine_node)
             case "GET", ["admin", "decisions"]:

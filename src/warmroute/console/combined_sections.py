@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
-from warmroute.console.combined_views import add_counts, by_name, leading_view
+from warmroute.console.combined_views import add_counts, by_name, leading_view, merge_alerts
 
 Section = Any
 
@@ -85,15 +85,6 @@ def _combine_prefixes(lists: Sequence[list[dict[str, Any]]]) -> list[dict[str, A
     return sorted(found.values(), key=lambda prefix: -float(prefix["share"]))
 
 
-def _combine_alerts(lists: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {}
-    for alert in (alert for alerts in lists for alert in alerts):
-        known = found.setdefault(alert["id"], alert)
-        if alert["since"] < known["since"]:
-            found[alert["id"]] = alert
-    return list(found.values())
-
-
 def _first(views: Sequence[Section]) -> Section:
     return views[0]
 
@@ -110,7 +101,8 @@ _COMBINE: Final[dict[str, Callable[[Sequence[Any]], Section]]] = {
     "routes": _combine_routes,
     "queue": _combine_queue,
     "prefixes": _combine_prefixes,
-    "alerts": _combine_alerts,
+    "alerts": merge_alerts,
+    "ended_alerts": merge_alerts,
     "scaling": leading_view,
 }
 
@@ -118,9 +110,12 @@ _COMBINE: Final[dict[str, Callable[[Sequence[Any]], Section]]] = {
 def combine_sections(workers: Sequence[dict[str, Section]]) -> dict[str, Section]:
     """Return the sections of all workers as those of one router."""
     names = list(dict.fromkeys(name for sections in workers for name in sections))
-    return {
+    combined = {
         name: _COMBINE.get(name, _first)([sections[name] for sections in workers if name in sections]) for name in names
     }
+    active = {alert["id"] for alert in combined.get("alerts", ())}
+    combined["ended_alerts"] = [alert for alert in combined.get("ended_alerts", ()) if alert["id"] not in active]
+    return combined
 
 
 def combine_points(fields: Sequence[str], points: Sequence[Sequence[Any]]) -> list[Any]:

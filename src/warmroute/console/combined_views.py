@@ -6,8 +6,11 @@ alone is summed.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Final
+
+from warmroute.telemetry.alerts import MAX_SOURCES, SEVERITIES
 
 Json = Any
 
@@ -66,6 +69,36 @@ def combine_islands(replies: Sequence[Json]) -> Json:
         ]
         islands.append(island)
     return {"islands": islands}
+
+
+def merge_alerts(lists: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Return one alert for each id: active if it is active in any worker, since the earliest time, with the sums of the
+    requests that each worker counted."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for alert in (alert for alerts in lists for alert in alerts):
+        found.setdefault(str(alert["id"]), []).append(alert)
+    merged = []
+    for views in found.values():
+        views = [view for view in views if view["ended"] is None] or views
+        sources: Counter[str] = Counter()
+        for view in views:
+            sources.update({one["source"]: one["count"] for one in view["sources"]})
+        largest = sources.most_common(MAX_SOURCES)
+        merged.append(
+            {
+                **min(views, key=lambda view: float(view["since"])),
+                "ended": None if views[0]["ended"] is None else max(view["ended"] for view in views),
+                "count": sum(view["count"] for view in views),
+                "source": largest[0][0] if largest else "",
+                "sources": [{"source": source, "count": count} for source, count in largest],
+            }
+        )
+    merged.sort(key=lambda alert: (alert["ended"] is not None, SEVERITIES.index(alert["severity"]), alert["since"]))
+    return merged
+
+
+def combine_alerts(replies: Sequence[Json]) -> Json:
+    return {"alerts": merge_alerts([reply["alerts"] for reply in replies])}
 
 
 def combine_decisions(replies: Sequence[Json], limit: int) -> Json:

@@ -19,7 +19,7 @@ from warmroute.fleet.node import Node, Outcome
 from warmroute.index.cache_view import CacheView
 from warmroute.index.node_cache import NodeCache
 from warmroute.routing.admission_queue import AdmissionQueue
-from warmroute.telemetry.alerts import Alerts
+from warmroute.telemetry.alerts import Alerts, describe_alert
 from warmroute.telemetry.history import COARSE_S, FINE_S, History, Point, Sums, Window, sums_of
 from warmroute.telemetry.journal import Entry, Journal
 from warmroute.telemetry.popular_prefixes import PopularPrefix
@@ -29,6 +29,7 @@ MAX_HOLDERS: Final = 8
 """Nodes that are named for each popular prefix."""
 MIN_PREFIX_SHARE: Final = 0.1
 """Prefixes with less than this fraction of the most popular one's prompts are left out: single conversations."""
+SHOWN_ENDED_ALERTS: Final = 8
 FAILURES: Final = (Outcome.FAILED, Outcome.BROKEN, Outcome.BUSY)
 
 Section = dict[str, Any] | list[Any] | None
@@ -107,19 +108,15 @@ class LiveSnapshot:
             "prefixes": [self._describe_prefix(prefix, down) for prefix in state.prefixes],
             "scaling": self._describe_scaling_changes(state.scaling, wall_s),
             "prompts": self._describe_prompts(),
-            "alerts": [
-                {
-                    "id": alert.id,
-                    "severity": alert.severity,
-                    "since": round(wall_s + alert.since_s),
-                    "title": alert.title,
-                    "cause": alert.cause,
-                    "what_to_do": alert.what_to_do,
-                    "nodes": alert.nodes,
-                }
-                for alert in self._alerts.current
-            ],
+            "alerts": [describe_alert(alert, wall_s) for alert in self._alerts.current],
+            "ended_alerts": [describe_alert(alert, wall_s) for alert in self._alerts.ended[:SHOWN_ENDED_ALERTS]],
         }
+
+    def describe_alerts(self) -> dict[str, Any]:
+        """Return all alerts that are active or ended recently, for GET /admin/alerts."""
+        wall_s = time.time() - self._now()
+        alerts = (*self._alerts.current, *self._alerts.ended)
+        return {"alerts": [describe_alert(alert, wall_s) for alert in alerts]}
 
     def describe_history(self) -> dict[str, Any]:
         history = self.history

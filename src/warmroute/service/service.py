@@ -203,6 +203,7 @@ class Service:
             lambda: self.config.routing.policy, self.describe_scaling, self.describe_prompts, now,
         )  # fmt: skip
         self.live_feed = LiveFeed(snapshot)
+        self.describe_alerts = snapshot.describe_alerts
         decisions = Decisions(self.journal, self.proxy)
         admin = AdminApi(
             self.fleet, self.cache_view, self.scrapes, decisions, self.live_feed, CaptureStreams(self.capture), self,

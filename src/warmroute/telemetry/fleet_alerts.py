@@ -25,6 +25,8 @@ MIN_PEERS: Final = 3
 FULL_KV: Final = 0.95
 LASTING_S: Final = 30.0
 REJECTIONS_S: Final = 60.0
+FIRST_CHECK_S: Final = 10.0
+"""How long nodes may stay unchecked after the start before it is an alert that none can serve."""
 SHOWN_NAMES: Final = 4
 
 
@@ -56,8 +58,10 @@ class FleetAlerts:
     def _health(self, nodes: Sequence[Node]) -> Iterator[Alert]:
         down = [node for node in nodes if node.health.state in (HealthState.DOWN, HealthState.HALF_OPEN)]
         if nodes and not self._fleet.can_serve:
+            unchecked = all(node.health.state is HealthState.UNKNOWN for node in nodes)
             yield Alert(
                 id="no_node", severity="critical", title="No node can serve requests",
+                after_s=FIRST_CHECK_S if unchecked else 0.0,
                 cause="All nodes are down, draining or not yet checked. Clients receive 503.",
                 what_to_do="Start the engines or end the drains. The router notices within a second.",
             )  # fmt: skip

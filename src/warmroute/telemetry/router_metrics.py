@@ -53,7 +53,6 @@ class RouterMetrics:
         page[metrics.LOOP_DELAY_MAX].add(delay.max_s)
         for (policy, reason), count in sorted(dict(self._decisions).items()):
             page[metrics.DECISIONS].add(count, format_labels(policy=policy, reason=reason))
-        # An id may go on with the model and route that it is about.
-        alerts = Counter((alert.id.partition(" ")[0], alert.severity) for alert in self._alerts.current)
+        alerts = Counter((alert.name, alert.severity) for alert in self._alerts.current)
         for (name, severity), count in sorted(alerts.items()):
             page[metrics.ALERTS].add(count, format_labels(alert=name, severity=severity))
