@@ -47,7 +47,7 @@ def parse(body: bytes) -> dict[str, Any]:
         return dict(found)
 
     try:
-        text = body.removeprefix(b"\xef\xbb\xbf").decode("utf-8", "surrogatepass")
+        text = body.removeprefix(b"\xef\xbb\xbf").decode()
         tree = json.loads(text, object_pairs_hook=keep_pairs, parse_int=_integer, parse_float=_float)
     except (ValueError, RecursionError):
         raise Rejected from None

@@ -67,7 +67,7 @@ def test_a_body_that_the_parser_refuses_has_no_outline(noise: bytes, at: int, by
             found = outline_body(changed)
         except BadBody:
             continue
-        tree = json.loads(changed.decode("utf-8", "replace"))
+        tree = json.loads(changed.decode())
         assert isinstance(tree, dict) and set(found.fields) <= set(tree)
 
 
@@ -184,10 +184,8 @@ def test_options_and_text_prompts_equal_those_of_a_json_parser(body: bytes, endp
         except reference_body.Rejected:
             return
         too_long = [name for name in (parsed[0], expected[2] if expected else "") if len(name) > 1022]
-        assert expected is None or too_long or b"\xff" in body
+        assert expected is None or too_long
         return
-    if b"\xff" in body:
-        return  # the scan does not check text that it skips
     assert request is not None and expected is not None
     max_output_tokens, priority, salt, stream = expected
     assert found == (max_output_tokens, priority, stream)

@@ -2,8 +2,7 @@
  * outline), the model, the session, and the first characters of the system prompt and of the first user message.
  *
  * The rules:
- * - What is accepted is JSON for json.loads, too, and has the same values there. One liberty is taken: text that is only
- *   skipped is not checked to be UTF-8.
+ * - What is accepted is UTF-8 text and JSON for json.loads, too, and has the same values there.
  * - What an engine might read in another way is rejected: a field of the router given twice, or of another type than the API
  *   says (an engine may take "5" or true for a number), UTF-16, nesting deeper than MAX_JSON_DEPTH, an integer of more than
  *   MAX_INTEGER_DIGITS digits.
@@ -16,6 +15,7 @@
  */
 #include "body_scan.h"
 #include "json_text.h"
+#include "utf8.h"
 
 #define MAX_NAME_BYTES 1024 /* of a model's name or a salt, as it lies in the body */
 #define MAX_FIELD_BYTES 128 /* of a field's name */
@@ -60,23 +60,23 @@ static inline int is_member(const name *key, ptr end, const char *other, size_t 
 }
 
 /* Adds the text of a prompt or of a message's content: a string, the texts of content parts, the first prompt of a batch,
- * or token ids. Returns 0 where the text is not UTF-8. */
-static int add_content(text *t, ptr p, ptr end, int depth) {
+ * or token ids. */
+static void add_content(text *t, ptr p, ptr end, int depth) {
     int more;
     ptr found = NULL, content = NULL;
     name key;
     switch (*p) {
-    case '"': return add_string(t, p + 1, end) != NULL;
+    case '"': add_string(t, p + 1, end); break;
     case '[':
         p = next_item(p + 1, end, ']', 1, &more);
         while (p && more && t->characters < t->limit) {
             ptr item = p;
             if (!(p = skip_value(p, end, 0)))
-                return 0;
+                break;
             switch (*item) {
             case '"': case '[': case '{':
-                if (depth < MAX_PARTS_DEPTH && !add_content(t, item, end, depth + 1))
-                    return 0;
+                if (depth < MAX_PARTS_DEPTH)
+                    add_content(t, item, end, depth + 1);
                 break;
             case 't': add_ascii(t, (ptr)"True,", 5); break;
             case 'f': add_ascii(t, (ptr)"False,", 6); break;
@@ -89,7 +89,7 @@ static int add_content(text *t, ptr p, ptr end, int depth) {
             }
             p = next_item(p, end, ']', 0, &more);
         }
-        return p != NULL;
+        break;
     case '{':
         p = next_member(p + 1, end, 1, &key, &more);
         while (p && more) {
@@ -101,8 +101,10 @@ static int add_content(text *t, ptr p, ptr end, int depth) {
                 p = next_member(p, end, 0, &key, &more);
         }
         found = found ? found : content;
-        return p && (!found || depth == MAX_PARTS_DEPTH || add_content(t, found, end, depth + 1));
-    default: return 1;
+        if (found && depth < MAX_PARTS_DEPTH)
+            add_content(t, found, end, depth + 1);
+        break;
+    default: break;
     }
 }
 
@@ -338,6 +340,10 @@ static int read_body(Outline *o, first_messages *found) {
     name key;
     text decoded;
     ptr p = text_of(o), end = end_of(o);
+    if (!is_utf8(p, end)) {
+        reject(o, "it is not UTF-8 text", KNOWN);
+        return 0;
+    }
     if (end - p > 3 && !memcmp(p, BOM, 3))
         p += 3;
     if (!(p = skip_space(p, end)) || *p != '{')
@@ -358,16 +364,14 @@ static int read_body(Outline *o, first_messages *found) {
     return p && !skip_space(p, end);
 }
 
-static const char not_utf8[] = "it is not UTF-8 text";
-
 /* The first KEY_CHARACTERS of the system prompt and of the first user message, where there are these. */
 typedef struct {
     int has_system, has_user;
     text system, user;
 } beginnings;
 
-/* Finds them. 0 where the body is rejected. Needs no interpreter lock. */
-static int read_beginnings(Outline *o, const first_messages *found, beginnings *read) {
+/* Finds them. Needs no interpreter lock. */
+static void read_beginnings(Outline *o, const first_messages *found, beginnings *read) {
     ptr system = found->system_content, user = found->user_content;
     read->has_system = found->has_system_message;
     read->has_user = found->has_user_message;
@@ -383,10 +387,10 @@ static int read_beginnings(Outline *o, const first_messages *found, beginnings *
         }
     START(read->system, KEY_CHARACTERS);
     START(read->user, KEY_CHARACTERS);
-    if ((!system || add_content(&read->system, system, end_of(o), 0)) && (!user || add_content(&read->user, user, end_of(o), 0)))
-        return 1;
-    reject(o, not_utf8, KNOWN);
-    return 0;
+    if (system)
+        add_content(&read->system, system, end_of(o), 0);
+    if (user)
+        add_content(&read->user, user, end_of(o), 0);
 }
 
 static void outline_dealloc(Outline *o) {
@@ -434,7 +438,9 @@ static Outline *make_outline(PyObject *body, beginnings *read) {
     o->problem_field = KNOWN;
     memset(o->known, 0, sizeof o->known);
     PyThreadState *released = PyBytes_GET_SIZE(body) > MAX_LOOP_BYTES ? PyEval_SaveThread() : NULL;
-    accepted = read_body(o, &found) && (!read || read_beginnings(o, &found, read));
+    accepted = read_body(o, &found);
+    if (accepted && read)
+        read_beginnings(o, &found, read);
     if (released)
         PyEval_RestoreThread(released);
     if (accepted)
@@ -520,7 +526,7 @@ static PyObject *outline_has_prompt_options(Outline *o, void *closure) {
     Py_RETURN_FALSE;
 }
 
-/* Decodes a string that was skipped before, from after its opening quote to its closing quote. None where it is no UTF-8. */
+/* Decodes a string that was skipped before, from after its opening quote to its closing quote. */
 static PyObject *decoded_string(ptr p, ptr end) {
     text t;
     ptr escape = memchr(p, '\\', (size_t)(end - p));
@@ -542,10 +548,6 @@ static PyObject *decoded_string(ptr p, ptr end) {
         memcpy(t.to, p, (size_t)(end - p));
         made = PyUnicode_DecodeUTF8((const char *)bytes, t.to + (end - p) - bytes, "surrogatepass");
         PyMem_Free(bytes);
-    }
-    if (!made && PyErr_ExceptionMatches(PyExc_UnicodeDecodeError)) {
-        PyErr_Clear();
-        Py_RETURN_NONE;
     }
     return made;
 }
@@ -655,8 +657,7 @@ static PyObject *string_in(const Outline *o, int which) {
             return bad_body("must be a string", (uint32_t)which);
         if (size_of(o, which) > MAX_NAME_BYTES)
             return bad_body("must be at most 1,024 bytes long", (uint32_t)which);
-        if (!add_string(&t, p + 1, end_of(o)))
-            return bad_body(not_utf8, KNOWN);
+        add_string(&t, p + 1, end_of(o));
     }
     return PyUnicode_DecodeUTF8((char *)t.bytes, length(&t), "surrogatepass");
 }
@@ -754,8 +755,7 @@ static PyObject *session_of(const Outline *o) {
         if (!p)
             continue;
         if (*p == '"') {
-            if (!add_string(&t, p + 1, end_of(o)))
-                return bad_body(not_utf8, KNOWN);
+            add_string(&t, p + 1, end_of(o));
         } else if ((*p == '-' || is_digit(p, end_of(o))) && is_integer(p, p + size_of(o, which))) {
             add_integer(&t, p, p + size_of(o, which));
         }
@@ -787,6 +787,27 @@ static PyObject *scan_body(PyObject *self, PyObject *body) {
 static PyObject *outline_body(PyObject *self, PyObject *body) {
     (void)self;
     return (PyObject *)make_outline(body, NULL);
+}
+
+/* ---- Text ---- */
+
+/* Whether data[start:end] is UTF-8 text. */
+static PyObject *is_utf8_text(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+    Py_ssize_t start, stop;
+    (void)self;
+    if (check_count(n, 3) < 0 || check_type(args[0], &PyBytes_Type) < 0 || as_size(args[1], &start) < 0 ||
+        as_size(args[2], &stop) < 0)
+        return NULL;
+    if (start < 0 || start > stop || stop > PyBytes_GET_SIZE(args[0])) {
+        PyErr_SetString(PyExc_ValueError, "the span is outside of the data");
+        return NULL;
+    }
+    ptr data = (ptr)PyBytes_AS_STRING(args[0]);
+    PyThreadState *released = stop - start > MAX_LOOP_BYTES ? PyEval_SaveThread() : NULL;
+    int found = is_utf8(data + start, data + stop);
+    if (released)
+        PyEval_RestoreThread(released);
+    return PyBool_FromLong(found);
 }
 
 /* ---- The cost of parsing ---- */
@@ -864,6 +885,7 @@ static PyMethodDef functions[] = {
     {"scan_body", scan_body, METH_O,
      "Return (model, start of the system prompt, start of the first user message, session, outline)."},
     {"outline_body", outline_body, METH_O, "Return the outline of a JSON body."},
+    {"is_utf8", FAST(is_utf8_text), "Return whether a part of bytes is UTF-8 text."},
     {"decode_ms", FAST(decode_ms), "Return how long a JSON parser takes for a part of a body."},
     NO_METHOD};
 

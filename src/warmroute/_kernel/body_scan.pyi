@@ -44,7 +44,7 @@ class Outline:
     def plain_text(self, message: int, /) -> str | None:
         """Return the text of a plain message: one with a role, one text, and nothing else that a template gets.
 
-        None for any other message, and for text that is no UTF-8.
+        None for any other message.
         """
     def text_as_tokens(self) -> bytes:
         """Return the prompt's own bytes, TOKEN_BYTES to a token, the last token padded; at most MAX_LOOKUP_TOKENS."""
@@ -61,6 +61,9 @@ def scan_body(body: bytes, /) -> tuple[str, bytes | None, bytes | None, bytes, O
 
 def outline_body(body: bytes, /) -> Outline:
     """Return the outline. Raises BadBody."""
+
+def is_utf8(data: bytes, start: int, end: int, /) -> bool:
+    """Return whether data[start:end] is UTF-8 text."""
 
 def decode_ms(body: bytes, start: int, end: int, /) -> float:
     """Return how long a JSON parser takes for body[start:end], which is well-formed: it holds the interpreter lock."""

@@ -4,7 +4,7 @@
 
 #include "json_skip.h"
 
-/* ---- Decoding text. These read values that were skipped before, and so are known to be well-formed. ---- */
+/* ---- Decoding text. These read values that were skipped before, and so are known to be well-formed, in UTF-8. ---- */
 
 /* Decoded text, in UTF-8, up to a number of characters. */
 typedef struct {
@@ -61,27 +61,17 @@ static ptr add_escape(text *t, ptr p) {
     return p;
 }
 
-/* A character beyond ASCII; json.loads accepts encoded surrogates, too. This can't read past the string: its closing quote
- * is no continuation byte. */
+/* A character beyond ASCII. */
 static ptr add_multibyte(text *t, ptr p) {
-    int more = *p >= 0xf0 ? 3 : *p >= 0xe0 ? 2 : 1;
-    uint32_t c = *p & (0x3fu >> more), least = more == 3 ? 0x10000 : more == 2 ? 0x800 : 0x80;
-    if (*p < 0xc2 || *p > 0xf4)
-        return NULL;
-    for (int i = 1; i <= more; i++) {
-        if ((p[i] & 0xc0) != 0x80)
-            return NULL;
-        c = c << 6 | (p[i] & 0x3f);
-    }
-    if (c < least || c > 0x10ffff)
-        return NULL;
-    add_character(t, c);
-    return p + 1 + more;
+    for (int bytes = *p >= 0xf0 ? 4 : *p >= 0xe0 ? 3 : 2; bytes; bytes--)
+        *t->to++ = *p++;
+    t->characters++;
+    return p;
 }
 
 /* Decodes a string from after its opening quote, to its closing quote or until the text is full. */
 static ptr add_string(text *t, ptr p, ptr end) {
-    while (p && t->characters < t->limit) {
+    while (t->characters < t->limit) {
 #if defined(__SSE2__)
         while (t->limit - t->characters >= 16 && end - p >= 16) {
             __m128i sixteen = load16(p);

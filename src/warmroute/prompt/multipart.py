@@ -1,13 +1,16 @@
 """Find the `model` field of a multipart form (audio transcriptions) without parsing the files in it.
 
 The form is read strictly: parsers differ in text before the first boundary, in lines that only start with the boundary,
-in fields given twice, in folded headers and in escaped names. A form with any of these is rejected.
+in fields given twice, in folded headers, in escaped names, and in text that is not UTF-8. A form with any of these is
+rejected.
 """
 
 from __future__ import annotations
 
 import re
 from typing import Final
+
+from warmroute._kernel import is_utf8
 
 MAX_PARTS: Final = 100
 MAX_HEAD_BYTES: Final = 8192
@@ -48,16 +51,17 @@ def form_model(boundary: bytes, body: bytes) -> str:
         end = _find(body, delimiter, max(start, head_end))
         if head_end < 0 or end < 0:
             raise BadForm("a part does not end, or its headers are too long")
+        if not is_utf8(body, start, head_end):
+            raise BadForm("the headers of a part are not UTF-8 text")
         name, is_file = _read_part_head(body[start:head_end])
+        if not is_file and not is_utf8(body, head_end + 4, end):
+            raise BadForm("a field that is no file is not UTF-8 text")
         if name == b"model":
             if model is not None or is_file:
                 raise BadForm("the field `model` is given twice, or is a file")
             if end - head_end > _MAX_MODEL_BYTES:
                 raise BadForm("the field `model` is too long")
-            try:
-                model = body[head_end + 4 : end].decode()
-            except UnicodeDecodeError:
-                raise BadForm("the field `model` is not UTF-8 text") from None
+            model = body[head_end + 4 : end].decode()
         at = end + len(delimiter)
     raise BadForm(f"it has more than {MAX_PARTS} parts")
 
