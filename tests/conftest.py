@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import inspect
 import os
+import ssl
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
+import trustme
 import uvloop
 from hypothesis import HealthCheck, settings
 
@@ -68,6 +71,29 @@ def _no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
         if name.lower().endswith("_proxy"):
             monkeypatch.delenv(name)
+
+
+@pytest.fixture(scope="session")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """`listen`: a table that turns TLS on. `trusting`: what clients need to trust the router."""
+    folder = tmp_path_factory.mktemp("tls")
+    authority = trustme.CA()
+    issued = authority.issue_cert("127.0.0.1", "localhost")
+    issued.private_key_pem.write_to_path(folder / "key.pem")
+    for pem in issued.cert_chain_pems:
+        pem.write_to_path(folder / "cert.pem", append=True)
+    trusting = ssl.create_default_context()
+    authority.configure_trust(trusting)
+    return {"listen": {"tls_cert": str(folder / "cert.pem"), "tls_key": str(folder / "key.pem")}, "trusting": trusting}
+
+
+@pytest.fixture(params=["plain", "tls"])
+def encryption(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """Both kinds of client connections. `listen`: the router's table. `connect`: what clients connect with."""
+    if request.param == "plain":
+        return {"listen": {}, "connect": {}}
+    certificate = request.getfixturevalue("certificate")
+    return {"listen": certificate["listen"], "connect": {"ssl": certificate["trusting"]}}
 
 
 warnings.filterwarnings("error", message="coroutine .* was never awaited")

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import ssl
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-import trustme
 from support.engine_scripts import hanging, stream
 from support.polling import until
 from support.raw_client import RawConnection, get, post
@@ -18,19 +16,6 @@ from support.running_router import router
 from support.scripted_engine import ScriptedEngine, engines
 
 from warmroute.config import ConfigError
-
-
-@pytest.fixture(scope="module")
-def certificate(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder = tmp_path_factory.mktemp("tls")
-    authority = trustme.CA()
-    issued = authority.issue_cert("127.0.0.1", "localhost")
-    issued.private_key_pem.write_to_path(folder / "key.pem")
-    for pem in issued.cert_chain_pems:
-        pem.write_to_path(folder / "cert.pem", append=True)
-    trusting = ssl.create_default_context()
-    authority.configure_trust(trusting)
-    return {"listen": {"tls_cert": str(folder / "cert.pem"), "tls_key": str(folder / "key.pem")}, "trusting": trusting}
 
 
 async def test_a_tls_listener_serves_streams_errors_and_keep_alive_connections(certificate: dict[str, Any]) -> None:

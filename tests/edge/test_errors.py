@@ -366,10 +366,12 @@ async def test_a_status_line_has_its_reason_phrase() -> None:
 
 async def test_a_connection_above_the_limit_gets_503_and_the_others_are_served() -> None:
     async with engines() as [engine], router(engine, limits={"connections": 3}) as r:
+        gate = asyncio.Event()
+        engine.behave = script(gate, http_response())
         held = [await r.connect() for _ in range(3)]
         for peer in held:
-            peer.write(get("/health"))
-            assert (await peer.response()).status == 200
+            peer.write(post())
+        await until(lambda: len(engine.seen) == 3)
         extra = await r.connect()
         response = await extra.response()
         assert (
@@ -377,10 +379,9 @@ async def test_a_connection_above_the_limit_gets_503_and_the_others_are_served()
         )
         assert await extra.is_closed()
         extra.close()
-        held[0].write(post())
-        assert (await held[0].response()).status == 200
-        held[1].close()
-        await until(lambda: len(r.service.listener.connections) < 3)
+        gate.set()
+        for peer in held:
+            assert (await peer.response()).status == 200
         assert (await r.request()).status == 200
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import resource
 import time
+from typing import Any
 
+from support.engine_scripts import DONE, SSE_HEAD, chunk, script
 from support.polling import until
 from support.raw_client import RawConnection, chat, get, post
 from support.running_router import router
@@ -20,6 +22,78 @@ async def test_an_idle_connection_is_closed_after_the_idle_timeout() -> None:
         used.write(post())
         await used.response()
         assert await fresh.is_closed() and await used.is_closed()
+
+
+async def test_a_connection_without_a_request_is_closed_long_before_a_kept_one(encryption: dict[str, Any]) -> None:
+    limits = {"first_request_timeout_s": 0.3, "idle_timeout_s": 30.0}
+    async with engines() as [engine], router(engine, limits=limits, listen=encryption["listen"]) as r:
+        used, fresh = [await r.connect(**encryption["connect"]) for _ in range(2)]
+        used.write(post())
+        await used.response()
+        assert await fresh.is_closed(5.0)
+        used.write(post())
+        assert (await used.response()).status == 200
+
+
+async def test_at_the_limit_the_oldest_connection_without_a_request_goes(encryption: dict[str, Any]) -> None:
+    async with engines() as [engine], router(engine, limits={"connections": 3}, listen=encryption["listen"]) as r:
+        held: list[RawConnection] = []
+        for count in range(1, 4):
+            held.append(await r.connect(**encryption["connect"]))
+            await until(lambda count=count: len(r.service.listener.connections) == count)
+        half, silent, last = held
+        half.write(b"POST /v1/chat/completions HTTP/1.1\r\nHost: r\r\nX: ")
+        await until(lambda: any(client._unparsed for client in r.service.listener.connections))
+        for gone in (half, silent):
+            peer = await r.connect(**encryption["connect"])
+            peer.write(post())
+            assert (await peer.response()).status == 200
+            if gone is half:
+                answer = await gone.response()
+                assert answer.status == 503 and answer.error["code"] == "too_many_connections"
+            assert await gone.is_closed()
+            await until(lambda: len(r.service.listener.connections) == 2)
+            held.append(await r.connect(**encryption["connect"]))
+            await until(lambda: len(r.service.listener.connections) == 3)
+        last.write(post())
+        assert (await last.response()).status == 200
+
+
+async def test_a_flood_of_silent_connections_takes_no_slot_of_others() -> None:
+    async with engines() as [engine], router(engine, limits={"connections": 20}) as r:
+        flood = [await r.connect() for _ in range(500)]
+        for _ in range(5):
+            assert (await r.request()).status == 200
+        assert len(r.service.listener.connections) <= 20
+        await until(lambda: sum(peer.reader.at_eof() for peer in flood) >= 480)
+
+
+async def test_kept_connections_close_after_their_next_answer_while_the_limit_is_reached(
+    encryption: dict[str, Any],
+) -> None:
+    async with engines() as [engine], router(engine, limits={"connections": 3}, listen=encryption["listen"]) as r:
+        held = [await r.connect(**encryption["connect"]) for _ in range(2)]
+        for peer in held:
+            peer.write(post())
+            assert (await peer.response()).get("connection") is None
+        held.append(await r.connect(**encryption["connect"]))
+        await until(lambda: len(r.service.listener.connections) == 3)
+        own, streamed, whole = held
+        own.write(get("/health"))
+        assert (await own.response()).get("connection") == "close"
+        assert await own.is_closed()
+        for peer, behaviour in ((streamed, script(SSE_HEAD, chunk(b"data: {}\n\n"), DONE)), (whole, None)):
+            held.append(await r.connect(**encryption["connect"]))
+            await until(lambda: len(r.service.listener.connections) == 3)
+            engine.behave = behaviour or engine.behave
+            peer.write(post())
+            response = await peer.response()
+            assert response.complete and response.get("connection") == "close"
+            assert await peer.is_closed()
+        await until(lambda: len(r.service.listener.connections) == 2)
+        for _ in range(2):
+            held[-1].write(post())
+            assert (await held[-1].response()).get("connection") is None, "below the limit, connections are kept"
 
 
 async def test_a_connection_that_waits_for_its_response_is_not_idle() -> None:

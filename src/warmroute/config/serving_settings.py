@@ -49,8 +49,16 @@ class Limits(Section, frozen=True):
         Bytes, Meta(description="Maximum memory for all request bodies together. Above: 503 for further requests.")
     ] = 2_147_483_648
     connections: Annotated[
-        Count, Meta(description="Maximum number of client connections. Above: 503 for further connections.")
+        Count,
+        Meta(
+            description="Maximum number of client connections. When it is reached, a new connection takes the place of "
+            "the oldest one without a request, and gets 503 if there is none; the others are closed after their next "
+            "response."
+        ),
     ] = 20_000
+    first_request_timeout_s: Annotated[
+        Seconds, Meta(description="Time after which the router closes a new connection that has sent nothing.")
+    ] = 10.0
     header_timeout_s: Annotated[
         Seconds, Meta(description="Time for a request head to arrive, from its first byte. Above: 408.")
     ] = 10.0

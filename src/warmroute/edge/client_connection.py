@@ -46,8 +46,8 @@ _LINGER_S: Final = 2.0
 class ClientConnection:
     __slots__ = (
         "_body", "_exchange", "_head", "_keep_alive", "_listener", "_pipelined_bytes", "_pipelined_too_much",
-        "_searched_bytes", "_state", "_unparsed", "_unread_bytes", "body_started_s", "bucket", "deadline_s", "paused",
-        "peer", "release_body", "rights", "transport", "write",
+        "_searched_bytes", "_state", "_unparsed", "_unread_bytes", "_without_request", "body_started_s", "bucket",
+        "deadline_s", "paused", "peer", "release_body", "rights", "transport", "write",
     )  # fmt: skip
 
     def __init__(self, listener: Listener) -> None:
@@ -58,6 +58,8 @@ class ClientConnection:
         self.deadline_s = NEVER
         self.bucket = -1
         self._state = AWAITING_HEAD
+        self._without_request = True
+        """It has not sent the head of a request yet."""
         self._unparsed: bytearray | None = None
         """An incomplete head, or pipelined requests."""
         self._searched_bytes = 0
@@ -86,15 +88,13 @@ class ClientConnection:
         self.transport = transport
         self.write = self.transport.write
         listener = self._listener
-        listener.accepted += 1
-        listener.connections.add(self)
         peer = transport.get_extra_info("peername")
         self.peer = peer[0].encode() if isinstance(peer, tuple) else b""
-        if len(listener.connections) > listener.limits.connections:
+        if not listener.connection_made(self):
             self._send_error_and_close(errors.too_many_connections())
             return
-        timers = listener.timers
-        timers.arm(self, timers.now() + listener.limits.idle_timeout_s)
+        timers, limits = listener.timers, listener.limits
+        timers.arm(self, timers.now() + min(limits.first_request_timeout_s, limits.idle_timeout_s))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._state = CLOSED
@@ -167,6 +167,15 @@ class ClientConnection:
     @property
     def busy(self) -> bool:
         return self._state == RESPONDING
+
+    def give_way(self) -> None:
+        """Close: this connection has sent no request, and another one needs its place."""
+        if self._unparsed:
+            handler = self._listener.handler
+            error, request_id = errors.too_many_connections(), handler.new_request_id()
+            handler.error_sent(error, request_id)
+            self.write(render_final_error(error, request_id, False))
+        self._close()
 
     def close_if_idle(self) -> None:
         if self._state == AWAITING_HEAD and not self._unparsed:
@@ -257,6 +266,9 @@ class ClientConnection:
     def _read_head(self, data: bytes, end: int) -> None:
         listener = self._listener
         limits = listener.limits
+        if self._without_request:
+            self._without_request = False
+            listener.without_request.pop(self, None)
         start = end + 4
         have = len(data) - start
         if end > limits.header_bytes:
@@ -340,7 +352,7 @@ class ClientConnection:
     @property
     def keeps_alive(self) -> bool:
         """Whether the connection can serve another request after this one."""
-        return self._keep_alive and not self._listener.closing
+        return self._keep_alive and not self._listener.closes_after_response
 
     @property
     def accepts_chunked(self) -> bool:

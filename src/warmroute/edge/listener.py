@@ -57,11 +57,15 @@ class Listener:
         self.limits = limits
         self.timers = timers
         self.connections: set[ClientConnection] = set()
+        self.without_request: dict[ClientConnection, None] = {}
+        """Connections that have not sent the head of a request yet, the oldest first."""
         self.accepted = 0
         self.buffered_bytes = 0
         """Bytes of requests in memory, of all connections."""
         self.closing = False
-        """Responses carry `Connection: close`, and idle connections are closed."""
+        """The router stops: idle connections are closed."""
+        self.closes_after_response = False
+        """Responses carry `Connection: close`: the router stops, or `limits.connections` is reached."""
         self.on_closed: Callable[[], object] | None = None
         """Is called after a connection was closed."""
         self._empty: asyncio.Event | None = None
@@ -72,7 +76,7 @@ class Listener:
 
     def close_idle(self) -> None:
         """Close the connections that wait for a request now, and the others after their response."""
-        self.closing = True
+        self.closing = self.closes_after_response = True
         for client in list(self.connections):
             client.close_if_idle()
 
@@ -81,8 +85,29 @@ class Listener:
         if self.connections:
             await self._empty.wait()
 
+    def connection_made(self, client: ClientConnection) -> bool:
+        """Count a new connection. Return False if there are too many."""
+        self.accepted += 1
+        connections = self.connections
+        connections.add(client)
+        if len(connections) > self.limits.connections:
+            oldest = next(iter(self.without_request), None)
+            if oldest is None:
+                return False
+            del self.without_request[oldest]
+            connections.discard(oldest)
+            oldest.give_way()
+        self.without_request[client] = None
+        self._count_changed()
+        return True
+
+    def _count_changed(self) -> None:
+        self.closes_after_response = self.closing or len(self.connections) >= self.limits.connections
+
     def connection_closed(self, client: ClientConnection) -> None:
         self.connections.discard(client)
+        self.without_request.pop(client, None)
+        self._count_changed()
         if self._empty is not None and not self.connections:
             self._empty.set()
         if self.on_closed is not None:
