@@ -41,10 +41,30 @@ from warmroute.fleet.node import Outcome
 from warmroute.fleet.node_speed import NodeSpeed
 
 
+def own_prefill_ms(since_ms: float, token_ms: float) -> float:
+    return max(since_ms - FIRST_TOKEN_STEPS * token_ms, PREFILL_MIN_SHARE * since_ms, 0.0)
+
+
+def add_prefill(speed: NodeSpeed, work: float, took_ms: float, expected_ms: float, now_s: float) -> float:
+    """Update the prefill speed, and return the time that is charged to the prompt."""
+    charged_ms = min(took_ms, SPEED_MAX_FACTOR * expected_ms)
+    if took_ms <= FIRST_TOKEN_STEPS * speed._step_ms:  # a whole step, however short it is: a lower estimate is right
+        charged_ms = min(max(expected_ms, took_ms - speed._step_ms), charged_ms)
+    kept = max(SPEED_MIN_KEPT, exp(min(0.0, speed._at_s - now_s) / SPEED_DECAY_S))
+    speed._at_s = now_s
+    weight = work / (work + STEP_WORK)
+    speed._work = speed._work * kept + weight * work
+    speed._ms = speed._ms * kept + weight * charged_ms
+    speed.learned_ms_per_token = max(1e-4, speed._ms / max(1.0, speed._work))
+    if not speed.is_replaced:
+        speed.ms_per_token = speed.learned_ms_per_token
+    speed.answers += 1
+    return charged_ms
+
+
 def record_first_token(speed: NodeSpeed, work: float, token_ms: float, sent_s: float, now_s: float) -> None:
     """Update the prefill speed. `work`: of the prompt; `token_ms`: time of a decode step on the node."""
-    since_ms = (now_s - max(sent_s, speed._last_first_token_s)) * 1000.0
-    own_ms = max(since_ms - FIRST_TOKEN_STEPS * token_ms, PREFILL_MIN_SHARE * since_ms, 0.0)
+    own_ms = own_prefill_ms((now_s - max(sent_s, speed._last_first_token_s)) * 1000.0, token_ms)
     ms_per_token = speed.learned_ms_per_token if speed.is_replaced else speed.ms_per_token
     expected_ms = work * ms_per_token
     carried_ms = speed._uncharged_ms if sent_s < speed._last_first_token_s else 0.0
@@ -55,19 +75,7 @@ def record_first_token(speed: NodeSpeed, work: float, token_ms: float, sent_s: f
         speed._carried_ms_per_token = ms_per_token
     took_ms = own_ms + min(carried_ms, max(0.0, most_ms - own_ms))
     speed._last_first_token_s = now_s
-    kept = max(SPEED_MIN_KEPT, exp(min(0.0, speed._at_s - now_s) / SPEED_DECAY_S))
-    speed._at_s = now_s
-    weight = work / (work + STEP_WORK)
-    speed._work = speed._work * kept + weight * work
-    charged_ms = min(took_ms, SPEED_MAX_FACTOR * expected_ms)
-    if took_ms <= FIRST_TOKEN_STEPS * speed._step_ms:  # a whole step, however short it is: a lower estimate is right
-        charged_ms = min(max(expected_ms, took_ms - speed._step_ms), charged_ms)
-    speed._ms = speed._ms * kept + weight * charged_ms
-    speed._uncharged_ms = own_ms + carried_ms - charged_ms
-    speed.learned_ms_per_token = max(1e-4, speed._ms / max(1.0, speed._work))
-    if not speed.is_replaced:
-        speed.ms_per_token = speed.learned_ms_per_token
-    speed.answers += 1
+    speed._uncharged_ms = own_ms + carried_ms - add_prefill(speed, work, took_ms, expected_ms, now_s)
 
 
 def record_lone_prefill(speed: NodeSpeed, work: float, took_ms: float) -> None:
@@ -202,6 +210,8 @@ class ReferenceTicket:
         self.node, self.opened_s, self.first_token_s, self.open, self.polls = node, now_s, 0.0, True, node.polls
         self.decode_speed, self.streams, self.tokens, self.new, self.output = decode_speed, streams, tokens, new, 0
         self.prefill = self.work = prefill
+        self.has_hidden_hits = False
+        self.hidden_prefill_ms = 0.0
         node.inflight += 1
         node.unstarted += 1
         node.arrival_rate = (
@@ -250,25 +260,53 @@ class ReferenceTicket:
         if self.decode_speed is None:
             return
         self.prefilled(now_s)
+        if self.has_hidden_hits:
+            if served and self.streams:
+                speed, sent_s = node.speed, self._arrived_s(now_s)
+                since_ms = (now_s - max(sent_s, speed._last_first_token_s)) * 1000.0
+                self.hidden_prefill_ms = own_prefill_ms(since_ms, self._step_ms(self.decode_speed))
+                speed._last_first_token_s = max(now_s, speed._last_first_token_s)
+                speed._uncharged_ms = 0.0
+            return
         if served and (self.streams or after_ms < self.prefill * node.speed.ms_per_token):
             self._record_first_token(self.decode_speed, now_s)
             self.prefill = 0.0
 
-    def _record_first_token(self, decode_speed: DecodeSpeed, now_s: float) -> None:
+    def _arrived_s(self, now_s: float) -> float:
+        arrived_s = self.opened_s + self.node.round_trip_ms / 1000.0
+        return arrived_s if arrived_s < now_s else self.opened_s
+
+    def _step_ms(self, decode_speed: DecodeSpeed) -> float:
         node = self.node
         busy = node.inflight + node.other_load > 1
         step_ms = decode_speed.token_ms(node.context_tokens) * node.speed.factor if busy else 0.0
         if node.speed._step_ms > 0.0:
             step_ms = min(step_ms, STEP_MAX_FACTOR * node.speed._step_ms)
-        arrived_s = self.opened_s + node.round_trip_ms / 1000.0
-        if arrived_s >= now_s:
-            arrived_s = self.opened_s
+        return step_ms
+
+    def _record_first_token(self, decode_speed: DecodeSpeed, now_s: float) -> None:
+        node, step_ms, arrived_s = self.node, self._step_ms(decode_speed), self._arrived_s(now_s)
         if self.streams and arrived_s >= node.speed._last_first_token_s and self.was_alone and self._is_alone(now_s):
             took_ms = (now_s - arrived_s) * 1000.0
             record_lone_prefill(node.speed, self.prefill, took_ms)
             if self.prefill >= LONG_PREFILL_WORK:
                 record_long_prefill(node.speed, self.prefill, max(0.0, took_ms - 0.5 * step_ms))
         record_first_token(node.speed, self.prefill, step_ms, arrived_s, now_s)
+
+    def reveal_hits(self, work: float) -> None:
+        """The engine reports what it had of a prompt with hidden hits: its prefill was this much work."""
+        speed = self.node.speed
+        if not self.has_hidden_hits or self.decode_speed is None or not self.first_token_s:
+            return
+        self.has_hidden_hits = False
+        if not self.streams:
+            self.due_s = max(self.opened_s, self.due_s - max(0.0, self.prefill - work) * speed.ms_per_token / 1000.0)
+            self.prefill = work
+        elif self.hidden_prefill_ms > 0.0:
+            ms_per_token = speed.learned_ms_per_token if speed.is_replaced else speed.ms_per_token
+            at_s = max(self.first_token_s, speed._at_s)
+            add_prefill(speed, work, self.hidden_prefill_ms, work * ms_per_token, at_s)
+            self.prefill = 0.0
 
     def _is_alone(self, now_s: float) -> bool:
         if self.node.pending_work < 1.0:
@@ -298,6 +336,8 @@ class ReferenceTicket:
                     record_times(speed, (self.first_token_s - self.opened_s) * 1000.0, took_ms / steps)
                 if not speed.is_replaced:
                     self._record_decode(decode_speed, took_ms, steps)
+            return
+        if self.has_hidden_hits:
             return
         decode_ms = steps * decode_speed.token_ms(self.node.context_tokens) * speed.factor
         if decode_ms > self.prefill * speed.ms_per_token and now_s > self.due_s:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from typing import Any
 
 import pytest
 from cache_fixtures import (
@@ -74,6 +75,35 @@ def test_response_blocks_count_if_no_other_tenant_sent_the_same_first_block() ->
     route(cache_view, "a", prompt(1, 9, cache_group="y"))
     # The response may have gone to y.
     assert hit_tokens(cache_view, "a", prompt(1, 2, 30, 31, 5, cache_group="x")) == 32
+
+
+@pytest.mark.parametrize("events", [True, False])
+def test_a_prompt_of_which_a_node_has_more_than_its_tenant_may_learn_has_hidden_hits(events: bool) -> None:
+    cache_view = cache_view_of("a", "b")
+    cache = cache_of(cache_view, "a")
+    if events:
+        with_events(cache)
+
+    def hides(name: str, *blocks: int, **about: Any) -> bool:
+        prediction = route(cache_view, name, prompt(*blocks, **about))
+        hides = prediction.has_hidden_hits
+        prediction.withdraw()
+        return hides
+
+    assert not hides("a", 1, 2, 3, cache_group="x"), "nobody has sent it"
+    pending = route(cache_view, "a", prompt(1, 2, 3, cache_group="x"))
+    assert hides("a", 1, 2, 3, cache_group="y"), "the node is prefilling it"
+    if events:
+        report_stored(cache, 1, 2, 3)
+        pending.end_pending()
+    assert hides("a", 1, 2, 3, cache_group="z")
+    assert not hides("a", 1, 2, 3, 4, cache_group="z"), "z has sent three blocks by now, and the node has no more"
+    assert not hides("b", 1, 2, 3, cache_group="w"), "another node has them"
+    route(cache_view, "b", prompt(1, cache_group="u"))
+    assert hides("a", 1, 2, 3, cache_group="u"), "u has sent only the first block"
+    assert not hides("a", 9, 8, 7, cache_group="v"), "other blocks"
+    assert not hides("a", 1, 2, 3, cache_group="x"), "x has sent it"
+    assert not hides("a", 1, 2, 3), "without tenants, nothing is hidden"
 
 
 def test_guessing_the_start_of_a_response_does_not_reveal_its_end() -> None:

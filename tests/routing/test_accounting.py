@@ -35,6 +35,8 @@ events = st.one_of(
     st.tuples(st.just("unread")),
     st.tuples(st.just("first"), st.integers(0, 99), st.booleans()),
     st.tuples(st.just("answer"), st.integers(0, 99), st.none() | st.integers(0, 3000)),
+    st.tuples(st.just("hide"), st.integers(0, 99)),
+    st.tuples(st.just("reveal"), st.integers(0, 99), st.floats(0.0, 50_000.0)),
     st.tuples(st.just("release"), st.integers(0, 99), st.sampled_from(Outcome)),
     st.tuples(st.just("expect")),
     st.tuples(st.just("poll")),
@@ -76,6 +78,16 @@ class Both:
         for ticket, reference in self.tickets[at : at + 1]:
             ticket.record_answer(output, self.now_s)
             reference.record_answer(output, self.now_s)
+
+    def hide(self, at: int) -> None:
+        for both in self.tickets[at : at + 1]:
+            for ticket in both:
+                ticket.has_hidden_hits = True
+
+    def reveal(self, at: int, work: float) -> None:
+        for ticket, reference in self.tickets[at : at + 1]:
+            ticket.reveal_hits(work)
+            reference.reveal_hits(work)
 
     def release(self, at: int, outcome: Outcome) -> None:
         for ticket, reference in self.tickets[at : at + 1]:
@@ -123,7 +135,7 @@ def test_the_kernel_equals_the_reference(
     both = Both(round_trip_ms, other_load)
     for after_s, (event, *details) in steps:
         both.now_s += after_s
-        if details and event in ("first", "answer", "release") and both.tickets:
+        if details and event in ("first", "answer", "release", "hide", "reveal") and both.tickets:
             details[0] %= len(both.tickets)
         getattr(both, event)(*details)
         both.assert_equal()

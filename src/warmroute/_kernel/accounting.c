@@ -14,10 +14,32 @@
 
 /* ---- Speed ---- */
 
+/* What its own first token took, which came `since_ms` after it was sent or after the previous one: without the steps of the
+ * batch. */
+static double own_prefill_ms(double since_ms, double step_ms) {
+    return larger(larger(since_ms - FIRST_TOKEN_STEPS * step_ms, PREFILL_MIN_SHARE * since_ms), 0.0);
+}
+
+/* Adds a prefill with `done` tokens of work to the sums, and returns the part of its time that they are charged with. */
+static double add_prefill(SpeedState *s, double done, double took_ms, double estimate_ms, double now_s) {
+    double charged_ms = smaller(took_ms, SPEED_MAX_FACTOR * estimate_ms);
+    if (took_ms <= FIRST_TOKEN_STEPS * s->step_ms) /* it took a whole step, however short it is: a lower estimate is right */
+        charged_ms = smaller(larger(estimate_ms, took_ms - s->step_ms), charged_ms);
+    double kept = larger(SPEED_MIN_KEPT, exp(smaller(0.0, s->at_s - now_s) / SPEED_DECAY_S));
+    double weight = done / (done + STEP_WORK);
+    s->work = s->work * kept + weight * done;
+    s->ms = s->ms * kept + weight * charged_ms;
+    s->at_s = now_s;
+    s->learned_ms_per_token = larger(1e-4, s->ms / larger(1.0, s->work));
+    if (!s->is_replaced)
+        s->ms_per_token = s->learned_ms_per_token;
+    s->answers++;
+    return charged_ms;
+}
+
 /* A prompt with `done` tokens of work, sent at `sent_s`, got its first token now. `step_ms`: one step of the batch. */
 static void learn_prefill_speed(SpeedState *s, double done, double step_ms, double sent_s, double now_s) {
-    double since_ms = (now_s - larger(sent_s, s->last_first_token_s)) * 1000.0;
-    double own_ms = larger(larger(since_ms - FIRST_TOKEN_STEPS * step_ms, PREFILL_MIN_SHARE * since_ms), 0.0);
+    double own_ms = own_prefill_ms((now_s - larger(sent_s, s->last_first_token_s)) * 1000.0, step_ms);
     double ms_per_token = s->is_replaced ? s->learned_ms_per_token : s->ms_per_token, estimate_ms = done * ms_per_token;
     double carried_ms = sent_s < s->last_first_token_s ? s->uncharged_ms : 0.0; /* it waited beside the last one */
     double most_ms = CARRIED_MAX_FACTOR * done * s->carried_ms_per_token;
@@ -26,19 +48,8 @@ static void learn_prefill_speed(SpeedState *s, double done, double step_ms, doub
     if (carried_ms == 0.0)
         s->carried_ms_per_token = ms_per_token;
     double took_ms = own_ms + smaller(carried_ms, larger(0.0, most_ms - own_ms));
-    double charged_ms = smaller(took_ms, SPEED_MAX_FACTOR * estimate_ms);
-    if (took_ms <= FIRST_TOKEN_STEPS * s->step_ms) /* it took a whole step, however short it is: a lower estimate is right */
-        charged_ms = smaller(larger(estimate_ms, took_ms - s->step_ms), charged_ms);
-    double kept = larger(SPEED_MIN_KEPT, exp(smaller(0.0, s->at_s - now_s) / SPEED_DECAY_S));
-    double weight = done / (done + STEP_WORK);
-    s->last_first_token_s = s->at_s = now_s;
-    s->work = s->work * kept + weight * done;
-    s->ms = s->ms * kept + weight * charged_ms;
-    s->uncharged_ms = own_ms + carried_ms - charged_ms;
-    s->learned_ms_per_token = larger(1e-4, s->ms / larger(1.0, s->work));
-    if (!s->is_replaced)
-        s->ms_per_token = s->learned_ms_per_token;
-    s->answers++;
+    s->last_first_token_s = now_s;
+    s->uncharged_ms = own_ms + carried_ms - add_prefill(s, done, took_ms, estimate_ms, now_s);
 }
 
 static void record_lone_prefill(SpeedState *s, double work, double took_ms);
@@ -541,24 +552,50 @@ static int is_alone(const TicketState *t, const NodeState *node, double now_s) {
     return node->peer_pending_work < 1.0 && next && next->opened_s - t->opened_s >= 0.5 * (now_s - t->opened_s);
 }
 
-/* Learns from the time to its first token, which came now. */
-static void learn_prefill(TicketState *t, NodeState *node, double now_s) {
+/* When it reached the node: the network's time is not the node's. */
+static double arrived_s(const TicketState *t, const NodeState *node, double now_s) {
+    double at_s = t->opened_s + node->round_trip_ms / 1000.0;
+    return at_s < now_s ? at_s : t->opened_s; /* else the round trip is shorter than configured */
+}
+
+/* The time of one step of the batch that its prompt waited beside. */
+static double waited_step_ms(const TicketState *t, const NodeState *node) {
     SpeedState *speed = speed_of(node);
     double step_ms = load_of(node) > 1 ? decode_ms(t->decode_speed, (double)node->context_tokens) * speed->factor : 0.0;
     if (speed->step_ms > 0.0) /* short answers that stop for a prefill seem to have long steps */
         step_ms = smaller(step_ms, STEP_MAX_FACTOR * speed->step_ms);
-    double arrived_s = t->opened_s + node->round_trip_ms / 1000.0; /* the network's time is not the node's */
-    if (arrived_s >= now_s)                                        /* then the round trip is shorter than configured */
-        arrived_s = t->opened_s;
+    return step_ms;
+}
+
+/* Whether several processes learn the speed, all in the order of time. */
+static int learns_in_order(const SpeedState *speed) {
+    return speed->first_tokens && Py_TYPE(speed->first_tokens) == &FirstTokenOrderType;
+}
+
+/* Learns from the time to its first token, which came now. */
+static void learn_prefill(TicketState *t, NodeState *node, double now_s) {
+    SpeedState *speed = speed_of(node);
+    double step_ms = waited_step_ms(t, node), sent_s = arrived_s(t, node, now_s);
     int lone = t->streams && t->was_alone && is_alone(t, node, now_s);
-    PyObject *order = speed->first_tokens;
-    if (!order || Py_TYPE(order) != &FirstTokenOrderType) {
-        learn_first_token(speed, t->unlearned_work, step_ms, arrived_s, now_s, lone);
+    if (!learns_in_order(speed)) {
+        learn_first_token(speed, t->unlearned_work, step_ms, sent_s, now_s, lone);
         return;
     }
-    FirstToken token = {.at_s = now_s, .sent_s = arrived_s, .work = t->unlearned_work, .step_ms = step_ms, .node = node,
+    FirstToken token = {.at_s = now_s, .sent_s = sent_s, .work = t->unlearned_work, .step_ms = step_ms, .node = node,
                         .lone = (char)lone};
-    keep_first_token(order, &token);
+    keep_first_token(speed->first_tokens, &token);
+}
+
+/* The node may have had more of the prompt than its work says, so its first token, which came now, says nothing about the
+ * node's speed until the engine reports what it had. The time until then is no other prompt's. */
+static void keep_hidden_prefill(TicketState *t, NodeState *node, double now_s) {
+    SpeedState *speed = speed_of(node);
+    if (learns_in_order(speed)) /* what is reported later comes too late */
+        return;
+    double since_ms = (now_s - larger(arrived_s(t, node, now_s), speed->last_first_token_s)) * 1000.0;
+    t->hidden_prefill_ms = own_prefill_ms(since_ms, waited_step_ms(t, node));
+    speed->last_first_token_s = larger(now_s, speed->last_first_token_s);
+    speed->uncharged_ms = 0.0;
 }
 
 static PyObject *ticket_first_token(TicketState *t, PyObject *const *args, Py_ssize_t count) {
@@ -575,6 +612,11 @@ static PyObject *ticket_first_token(TicketState *t, PyObject *const *args, Py_ss
     if (!t->decode_speed)
         Py_RETURN_NONE;
     end_prefill(node, t, now_s);
+    if (t->has_hidden_hits) {
+        if (served && t->streams)
+            keep_hidden_prefill(t, node, now_s);
+        Py_RETURN_NONE;
+    }
     if (served && t->streams) {
         node->streamed_ttft_ms += (now_s - t->opened_s) * 1000.0;
         node->streamed_work += t->work_ahead;
@@ -611,7 +653,8 @@ static PyObject *ticket_record_answer(TicketState *t, PyObject *const *args, Py_
         Py_RETURN_NONE;
     double steps = larger(output_tokens - 1.0, 0.0), context = (double)node->context_tokens;
     if (!t->streams) {
-        learn_from_end(t, node, steps, now_s);
+        if (!t->has_hidden_hits)
+            learn_from_end(t, node, steps, now_s);
     } else if (steps > 0.0 && now_s > t->first_token_s) { /* else its tokens were not visible before its end */
         SpeedState *speed = speed_of(node);
         double token_ms = (now_s - t->first_token_s) * 1000.0 / steps;
@@ -619,6 +662,27 @@ static PyObject *ticket_record_answer(TicketState *t, PyObject *const *args, Py_
             record_times(speed, (t->first_token_s - t->opened_s) * 1000.0, token_ms);
         if (!speed->is_replaced) /* else a part of that time may be its prefill */
             learn_decode_speed(speed, t->decode_speed, token_ms, decode_ms(t->decode_speed, context), context);
+    }
+    Py_RETURN_NONE;
+}
+
+static PyObject *ticket_reveal_hits(TicketState *t, PyObject *given) {
+    double work;
+    NodeState *node = node_of(t);
+    if (!node || as_double(given, &work) < 0)
+        return NULL;
+    if (!t->has_hidden_hits || !t->decode_speed || t->first_token_s == 0.0 || !(work >= 0.0 && work <= 1e15))
+        Py_RETURN_NONE;
+    SpeedState *speed = speed_of(node);
+    t->has_hidden_hits = 0;
+    if (!t->streams) { /* the end of the answer says the rest */
+        t->prefill_due_s -= larger(0.0, t->unlearned_work - work) * speed->ms_per_token / 1000.0;
+        t->prefill_due_s = larger(t->opened_s, t->prefill_due_s);
+        t->unlearned_work = work;
+    } else if (t->hidden_prefill_ms > 0.0) {
+        double ms_per_token = speed->is_replaced ? speed->learned_ms_per_token : speed->ms_per_token;
+        add_prefill(speed, work, t->hidden_prefill_ms, work * ms_per_token, larger(t->first_token_s, speed->at_s));
+        t->unlearned_work = 0.0;
     }
     Py_RETURN_NONE;
 }
@@ -665,6 +729,7 @@ static PyMemberDef ticket_members[] = {
     {"first_token_s", T_DOUBLE, offsetof(TicketState, first_token_s), READONLY, NULL},
     {"expected_ttft_ms", T_DOUBLE, offsetof(TicketState, expected_ttft_ms), READONLY, NULL},
     {"tokens", T_PYSSIZET, offsetof(TicketState, tokens), READONLY, NULL},
+    {"has_hidden_hits", T_BOOL, offsetof(TicketState, has_hidden_hits), 0, NULL},
     {"_is_open", T_BOOL, offsetof(TicketState, is_open), READONLY, NULL},
     {"_new_tokens", T_PYSSIZET, offsetof(TicketState, new_tokens), READONLY, NULL},
     {"_pending_work", T_DOUBLE, offsetof(TicketState, pending_work), READONLY, NULL},
@@ -673,6 +738,7 @@ static PyMemberDef ticket_members[] = {
 static PyMethodDef ticket_methods[] = {
     {"open", FAST(ticket_open), "Add the ticket to a node's figures, with its prompt's work if the prompt was looked up."},
     {"first_token", FAST(ticket_first_token), "Record the first token; served=False: the response is an error."},
+    {"reveal_hits", (PyCFunction)ticket_reveal_hits, METH_O, "Learn from a prompt with hidden hits, whose work was this."},
     {"record_answer", FAST(ticket_record_answer), "Learn from a response that has ended."},
     {"release", FAST(ticket_release), "Remove the ticket from its node's figures; return False if that was done before."},
     NO_METHOD};

@@ -81,10 +81,12 @@ struct TicketState {
     double prefill_due_s;            /* where the answer is not streamed: when its prefill should be done */
     double output_tokens;
     double work_ahead, steps_ms;     /* at its dispatch: the work until its first token, and the time beside that */
+    double hidden_prefill_ms;        /* where it may have hidden hits: the time until its first token, to learn from later */
     double expected_ttft_ms;         /* from these and the node's speed; 0 where its prompt was not looked up */
     Py_ssize_t tokens, new_tokens, polls;
     char is_open, streams, is_unstreamed, is_prefilling;
     char was_alone;                  /* no other prompt was pending when it was sent */
+    char has_hidden_hits;            /* the node may have more of its prompt than its work says */
 };
 
 extern PyTypeObject SpeedType, DecodeSpeedType, NodeType, TicketType;

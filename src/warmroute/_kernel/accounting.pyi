@@ -197,6 +197,9 @@ class NodeState:
 class TicketState:
     """One request in the accounting of one node. Opened once, and released once."""
 
+    has_hidden_hits: bool
+    """Whether the node may have more of the prompt than its work says, which nobody may learn. The node's speed is not
+    learned from it before `reveal_hits`."""
     _is_open: bool
     _new_tokens: int
     _pending_work: float
@@ -230,6 +233,9 @@ class TicketState:
         prefill, and the work of that."""
     def first_token(self, now_s: float, served: bool = True, /) -> None:
         """Record that the first token arrived. `served`: the response is not an error."""
+    def reveal_hits(self, work: float, /) -> None:
+        """Learn from a prompt with hidden hits, whose work was this by what the engine reports. To be called between
+        `first_token` and `record_answer`."""
     def record_answer(self, output_tokens: int | None, now_s: float, /) -> None:
         """Learn from a response that has ended. `output_tokens`: None if it did not report them."""
     def release(self, outcome: int, now_s: float, /) -> bool:

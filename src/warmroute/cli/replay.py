@@ -119,6 +119,12 @@ def add_to(commands: Any) -> None:
         metavar="R",
         help="requests per second of the warm-up (default: of the run)",
     )
+    load.add_argument(
+        "--tenants",
+        type=several(whole(0, 10_000)),
+        metavar="N,…",
+        help="N tenants send the requests in turn and share no knowledge of caches, a run for each; 0: all share",
+    )
     load.add_argument("--seed", type=whole(), default=1, help="seed of all random choices (default: 1)")
     faults = parser.add_argument_group("delays and faults")
     faults.add_argument(
@@ -223,6 +229,8 @@ def run(args: argparse.Namespace) -> int:
 
 def create_setups(args: argparse.Namespace) -> list[Setup]:
     """Return the setup of each run: one for each load, policy and scaler."""
+    import msgspec
+
     from warmroute.config import Scaling
     from warmroute.replay import Setup, parse_policy
     from warmroute.replay.simulation.fault_schedule import parse_fault
@@ -231,6 +239,7 @@ def create_setups(args: argparse.Namespace) -> list[Setup]:
     workload = parse_workload(args.workload, args.scale_rate)
     policies = [parse_policy(text) for text in args.policy or ("price", "round_robin")]
     conditions, nodes = _conditions(args), _nodes(args)
+    tenants = [None if count is None else int(count) for count in args.tenants or (None,)]
     if conditions.replicas > 1 and (args.autoscale or args.scaler):
         raise ConfigError("--replicas: not together with --autoscale or --scaler")
     if args.warm_up.seconds and args.concurrency:
@@ -242,7 +251,7 @@ def create_setups(args: argparse.Namespace) -> list[Setup]:
             workload=workload,
             nodes=nodes,
             policy=policy,
-            conditions=conditions,
+            conditions=msgspec.structs.replace(conditions, tenants=count),
             rate=rate,
             burst=args.burst,
             concurrency=None if concurrency is None else int(concurrency),
@@ -263,6 +272,7 @@ def create_setups(args: argparse.Namespace) -> list[Setup]:
         for rate in args.rate or (None,)
         for concurrency in args.concurrency or (None,)
         for threshold in args.queue_threshold or (None,)
+        for count in tenants
         for policy in policies
         for scaler, autoscale, fleet_usd in _scalers(args, nodes)
     ]

@@ -250,9 +250,10 @@ class CacheView:
             block = _last_block(chain, cache.block_size, _first_prompt_tokens(lookup, hit))
             if block:
                 self._prefix_uses.record(block, now_s)
+        exact, has_hidden_hits = lookup.exact_tokens == lookup.token_count, False
         if lookup.cache_group:
+            has_hidden_hits = self._has_hidden_hits(cache, chain, exact, lookup, hit)
             self.tenants.record(lookup.cache_group, chain, now_s)
-        exact = lookup.exact_tokens == lookup.token_count
         if self.routed_log is not None and tell_peers:
             self.routed_log.append((name, chain, exact, lookup.cache_group))
         tokens, rank = (hit.tokens, hit.rank) if hit is not None else (0, ROUTED)
@@ -269,8 +270,31 @@ class CacheView:
             cache.predicted_tokens += tokens
         return Prediction(
             cache, chain, lookup.token_count, tokens, rank, exact, now_s, lookup.text, comparable, sampled, known,
-            store_tokens=from_store, declined_tokens=declined,
+            store_tokens=from_store, declined_tokens=declined, has_hidden_hits=has_hidden_hits,
         )  # fmt: skip
+
+    def _has_hidden_hits(
+        self, cache: NodeCache, chain: bytes, exact: bool, lookup: Lookup, hit: Hit | None
+    ) -> bool:  # fmt: skip
+        """Return whether the node, or its shared KV store, has the first block after those that the tenant may learn
+        of. A hash of a block is one of all blocks before it, too."""
+        special = lookup.special
+        if special is not None and special.skips_cache:
+            return False
+        depth = hit.tokens // cache.block_size if hit is not None else 0
+        if depth >= (lookup.token_count - 1) // cache.block_size:
+            return False
+        rows = self.index.match(chain[8 * depth : 8 * depth + 8])
+        if not rows:
+            return False
+        if cache.store is not None and cache.store.held_blocks(rows, cache.block_size):
+            return True
+        own = {cache.pending_holder}
+        if not cache.token_mismatch:
+            own.update(cache.ranks.values())
+        if not (exact and cache.complete):
+            own.add(cache.routed_holder)
+        return any(row[0] in own for row in rows)
 
     def from_store(self, model: str, lookup: Lookup, name: str, hit: Hit | None) -> tuple[str, int]:
         """Return the node's shared KV store, and how many tokens of a hit the node has to load from there."""

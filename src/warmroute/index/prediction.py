@@ -37,6 +37,8 @@ class Prediction:
     """Those of `tokens` that the node has to load from a shared KV store."""
     declined_tokens: int
     """Further tokens that a shared KV store has, and that should take longer to load than to prefill."""
+    has_hidden_hits: bool = False
+    """Whether the node has more of the prompt than the request's tenant may learn of (tenant_isolation.py)."""
     pending: bool = False
     """Whether the blocks count as pending; that ends shortly after the first token."""
     _generation: int = 0
@@ -60,6 +62,7 @@ class Prediction:
         known_blocks: int = 0,
         store_tokens: int = 0,
         declined_tokens: int = 0,
+        has_hidden_hits: bool = False,
     ) -> None:
         self.cache = cache
         self.chain = chain
@@ -74,6 +77,7 @@ class Prediction:
         self.known_blocks = known_blocks
         self.store_tokens = store_tokens
         self.declined_tokens = declined_tokens
+        self.has_hidden_hits = has_hidden_hits
         self._generation = cache.generation
         self._store_events = cache.store_events
         if exact and cache.complete:
@@ -123,6 +127,16 @@ class Prediction:
             return
         if self.is_current:
             cache.note_tokens(matches)
+
+    def reported_hit(self, cached_tokens: int, prompt_tokens: int | None) -> int | None:
+        """Return the cached tokens that the engine reports in tokens of the router; None if that is not known."""
+        if not self.comparable:
+            return None
+        if self.text or self.cache.token_mismatch:
+            if not prompt_tokens:
+                return None
+            cached_tokens = cached_tokens * self.prompt_tokens // prompt_tokens
+        return max(0, min(cached_tokens, self.prompt_tokens - 1))  # engines compute at least one token
 
     def check_cached_tokens(self, cached_tokens: int, now_s: float, prompt_tokens: int | None = None) -> None:
         """Compare the cached tokens that the engine reports with the prediction.

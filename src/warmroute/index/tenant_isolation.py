@@ -11,6 +11,10 @@ counts for a tenant
     A's prompt      [b1 b2 b3 b4 | a5 a6]        a node reports b1 … a6 (a5, a6: blocks of the response)
     A's next turn   [b1 b2 b3 b4   a5 a6 b7]     A sent 4. Nobody else sent b1: 6 blocks count. B sent b1: 4 count.
     B's prompt      [b1 c2 …]                    B sent 1: at most 1 block counts, whatever the caches hold.
+
+Hidden hits are still hits: the engine prefills such a prompt sooner than a tenant's own hits explain. The router learns
+no speed from it (Prediction.has_hidden_hits), or the node would look fast, get all requests, and show each tenant by
+its time to first token what others have cached. Only what the engine reports as cached makes such a time count.
 """
 
 from __future__ import annotations

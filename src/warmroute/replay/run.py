@@ -91,6 +91,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
             "concurrency": self.concurrency,
             "queue_threshold": self.queue_threshold,
             "seed": self.conditions.seed,
+            **({"tenants": self.conditions.tenants} if self.conditions.tenants is not None else {}),
             **({"replicas": self.conditions.replicas} if self.conditions.replicas > 1 else {}),
         }
 

@@ -7,6 +7,9 @@ closed         without a first token, or rejected: the router withdraws the pred
 
 A response that is not streamed arrives all at once at its end. Its prefill counts as done when it is expected to be,
 and of its whole time the router learns the part that took longer: the prefill or the decoding.
+
+Where the node may have more of the prompt than the request's tenant may learn of, the router learns from the prefill
+only once the usage reports what was cached.
 """
 
 from __future__ import annotations
@@ -63,6 +66,9 @@ class Dispatch(Ticket):
         """Since when `output_lengths` counts the response among the streams under way; 0: it does not."""
         streams = (request.streams or self.always_streams) and others is None
         self.open(node, now_s, decode_speed, streams, tokens, new, work)
+        hides = prediction is not None and prediction.has_hidden_hits
+        if hides or (others is not None and any(one.has_hidden_hits for one in others.predictions)):
+            self.has_hidden_hits = True
         groups = self._groups = node.groups
         for group in groups:
             group.inflight += 1
@@ -100,6 +106,10 @@ class Dispatch(Ticket):
         if prompt_tokens is not None:
             prediction.check_prompt_tokens(prompt_tokens)
         if cached_tokens is not None:
+            if self.has_hidden_hits:
+                hit = prediction.reported_hit(cached_tokens, prompt_tokens)
+                if hit is not None:
+                    self.reveal_hits(work(prediction.prompt_tokens - hit, hit))
             prediction.check_cached_tokens(cached_tokens, now_s, prompt_tokens)
         each = output_tokens  # the output of one prompt: the node generates those of all prompts at the same time
         if each is not None and self._others is not None:

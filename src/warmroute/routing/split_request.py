@@ -310,7 +310,7 @@ class SplitRequest:
         query, node = self._decision.query, attempts.ticket.node
         if not attempts.request.streams or not isinstance(attempts.ticket, DecodeDispatch):
             return
-        if query is None or not self.sent_s or node.needs_partner:
+        if query is None or not self.sent_s or node.needs_partner or attempts.ticket.has_hidden_hits:
             return
         group = query.group
         steps_ms = FIRST_TOKEN_STEPS * group.decode_speed.token_ms(node.context_tokens) * node.speed.factor

@@ -31,7 +31,7 @@ class StoreDispatch(Dispatch):
         store = prediction.cache.store
         self._load_speed: TransferSpeed | None = None
         self._expected_load_ms = 0.0
-        if store is not None and node.load == 1 and request.streams:
+        if store is not None and node.load == 1 and request.streams and not prediction.has_hidden_hits:
             self._load_speed = group.transfer_speeds.from_store(store.name, node.island)
             # What is expected of the node does not exceed a prefill, even if it loads more slowly.
             ms_per_token = min(self._load_speed.ms_per_token(now_s), node.speed.ms_per_token)

@@ -45,6 +45,9 @@ def columns(runs: Sequence[Run]) -> list[Column]:
     for key, head in (("rate", "offered req/s"), ("concurrency", "clients"), ("queue_threshold", "threshold")):
         if len({run[key] for run in runs}) > 1:
             found.append(_count(key, head))
+    if any("tenants" in run for run in runs):
+        found.append(_count("tenants", "tenants"))
+        found.append(Column("most on a node", _largest_share))
     found.append(Column("hit rate", lambda run: f"{run['hit_rate']:.1%}", lambda run: run["hit_rate"], True))
     found.extend(_time("ttft_ms", percent, "TTFT") for percent in ("p50", "p90", "p99"))
     if any("ttft_ms_by_work" in run for run in runs):
@@ -86,6 +89,12 @@ def paid_usd(run: Run) -> float | None:
     """Return the price of the paid GPU hours."""
     paid: float | None = run["scaling"]["usd"] if "scaling" in run else run.get("usd")
     return paid
+
+
+def _largest_share(run: Run) -> str:
+    """Return the largest share of the requests that one node got."""
+    requests = [row["requests"] for row in run.get("nodes", ())]
+    return f"{max(requests) / sum(requests):.1%}" if sum(requests) else "–"
 
 
 def _nodes(run: Run) -> str:

@@ -28,6 +28,9 @@ class Conditions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seed: int = 1
     form: Form = "chat"
     """How clients send prompts, which decides what the router can read of them."""
+    tenants: int | None = None
+    """Number of tenants that send the requests in turn and share no knowledge of caches. None: the workload's own
+    tenants, who share all of it; so does 0, but the report says so."""
     islands: dict[str, Island] = {}
     """Islands by name. An island that is not listed has the defaults of `Island`."""
     router_knows_islands: bool = True

@@ -70,8 +70,10 @@ class RequestFlow:
         number = world.arrivals - 1
         self.inflight += 1
         world.results.arrived(prompt, now_ms)
-        route = self._routes.pick(MODEL, PATH, prompt.tenant, lambda _name: b"") if self._routes else None
-        request = simulated_request(prompt, number, world.conditions.form, route, now_ms / 1000.0)
+        conditions = world.conditions
+        isolated = f"tenant-{number % conditions.tenants}" if conditions.tenants else ""
+        route = self._routes.pick(MODEL, PATH, isolated or prompt.tenant, lambda _name: b"") if self._routes else None
+        request = simulated_request(prompt, number, conditions.form, route, now_ms / 1000.0, isolated)
         flight = Flight(self, prompt, request, world.results)
         if replica.listener.queues(request, now_ms / 1000.0):
             self._queued[request.number] = flight

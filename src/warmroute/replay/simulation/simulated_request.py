@@ -46,7 +46,7 @@ class SimulatedRequest(RoutingRequest, kw_only=True):
     """The result of `blocks`, by block size."""
 
     def lookup(self) -> SimulatedLookup:
-        return SimulatedLookup(b"", self.prompt_tokens, self.prompt_tokens, request=self)
+        return SimulatedLookup(b"", self.prompt_tokens, self.prompt_tokens, cache_group=self.cache_group, request=self)
 
     def prefix_key(self) -> bytes | None:
         self.first_user_text()
@@ -72,13 +72,16 @@ class SimulatedRequest(RoutingRequest, kw_only=True):
 
 
 def simulated_request(
-    prompt: WorkloadPrompt, number: int, form: Form = "chat", route: Route | None = None, now_s: float = 0.0
-) -> SimulatedRequest:
-    """A simulated client always states its priority, so a route does not set it."""
+    prompt: WorkloadPrompt, number: int, form: Form = "chat", route: Route | None = None, now_s: float = 0.0,
+    isolated_tenant: str = "",
+) -> SimulatedRequest:  # fmt: skip
+    """A simulated client always states its priority, so a route does not set it. `isolated_tenant` sends the request
+    instead of the prompt's own tenant, and shares no knowledge of caches with others."""
     return SimulatedRequest(
         prompt.lora_name or MODEL,
         session=prompt.session,
-        tenant=prompt.tenant,
+        tenant=isolated_tenant or prompt.tenant,
+        cache_group=f"only {isolated_tenant}" if isolated_tenant else "",
         priority=PRIORITY_NUMBERS[prompt.priority],
         arrived_s=now_s,
         route=route.name if route is not None else "",
