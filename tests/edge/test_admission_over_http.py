@@ -259,7 +259,7 @@ async def test_above_the_queue_threshold_of_all_nodes_only_high_priority_is_serv
             engine.metrics = script(http_response(vllm_metrics(running=8, waiting=5), content_type=b"text/plain"))
         await until(lambda: all(node.waiting == 5 for node in r.service.fleet))
         rejected = await r.request()
-        assert rejected.status == 429 and rejected.error["code"] == "overloaded" and rejected.get("retry-after") == "1"
+        assert rejected.status == 429 and rejected.error["code"] == "overloaded" and rejected.get("retry-after") == "5"
         assert (await r.request(post(headers=["X-Priority: high"]))).status == 200
         made[1].metrics = script(http_response(vllm_metrics(running=8, waiting=3), content_type=b"text/plain"))
         await until(lambda: r.node(1).waiting == 3)

@@ -6,6 +6,7 @@ import asyncio
 import time
 from typing import Any
 
+import openai
 import pytest
 from gated_engine import LONG, ONE_BY_ONE, PRICE, ResponseGate, busy_engine, long_prompt, send_long_prompt, until_queued
 from support.polling import until
@@ -105,6 +106,41 @@ async def test_a_full_queue_rejects_with_429_and_retry_after() -> None:
         assert rejected.error["type"] == "rate_limit_error"
         assert 1 <= int(rejected.get("retry-after") or 0) <= 60
         assert len(gate.engine.seen) == 1 and r.service.counters.errors[429, "overloaded"] == 1
+
+
+async def test_the_openai_client_comes_back_when_the_queue_has_drained() -> None:
+    """The engine ends ten requests per second, so forty that wait are gone after 4 s."""
+    async with busy_engine(admission={**ONE_BY_ONE, "max_waiting": 40}) as (r, gate):
+        told: list[tuple[float, str | None]] = []
+
+        async def note(response: Any) -> None:
+            told.append((time.monotonic(), response.headers.get("retry-after")))
+
+        for number in range(1, 41):
+            await send_long_prompt(r, number)
+        await until_queued(r, 40)
+        for number in range(41, 61):
+            await asyncio.sleep(0.1)
+            gate.release()
+            await until_queued(r, 39)
+            await send_long_prompt(r, number)
+            await until_queued(r, 40)
+        http = openai.DefaultAsyncHttpxClient(event_hooks={"response": [note]})
+        url = f"http://127.0.0.1:{r.port}/v1"
+        client = openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=5, http_client=http)
+        messages: Any = [{"role": "user", "content": LONG}]
+        answer = asyncio.create_task(client.chat.completions.create(model="m", messages=messages, stream=True))
+        await until(lambda: told)
+        while r.service.admission.queue.waiting:
+            await asyncio.sleep(0.1)
+            gate.release()
+        drained_s = time.monotonic() - told[0][0]
+        gate.release(2)
+        await answer
+        (rejected_s, after), (returned_s, _) = told  # one 429, then the response
+        assert after is not None and 1 / 3 < float(after) / drained_s < 3, (after, drained_s)
+        assert returned_s - rejected_s >= float(after)
+        await client.close()
 
 
 async def test_a_request_that_waits_too_long_gets_503() -> None:

@@ -60,7 +60,7 @@ def to_error(why: reasons.RoutingError, request: RoutingRequest) -> HttpError:
             return _unavailable(503, "no_node_in_subset", message, None)
         case reasons.QueueTimeout():
             message = f"The request waited in the router's queue, and no node could take it in time. {RETRY}"
-            return _unavailable(503, "queue_timeout", message, RETRY_AFTER_S)
+            return _unavailable(503, "queue_timeout", message, why.retry_after_s)
         case reasons.AllNodesUnavailable():
             message = f"Every node says that it cannot serve requests now. {RETRY}"
             return _unavailable(503, "no_node_available", message, why.retry_after_s)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Final
 
+from warmroute.fleet.arrival_rate import ServiceRate
 from warmroute.fleet.context_windows import ContextWindows
 from warmroute.fleet.decode_speed import DecodeSpeed
 from warmroute.fleet.health import HealthState
@@ -65,6 +66,8 @@ class Group:
     """Requests in the admission queues of this process and its peers for this group."""
     peer_waiting: int = 0
     """Those of them that wait in the queues of peers."""
+    service: ServiceRate = field(default_factory=ServiceRate)
+    """How fast the others, those of this process, get nodes."""
     members: tuple[Node, ...] = ()
     """In the order in which the fleet got them."""
     spans_islands: bool = False

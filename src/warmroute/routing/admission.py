@@ -24,6 +24,7 @@ from typing import Final
 from warmroute.config import Admission as AdmissionConfig
 from warmroute.config import RouteConfig
 from warmroute.config.priority import LOW
+from warmroute.fleet.group import Group
 from warmroute.fleet.node import Node
 from warmroute.index.lookup import Lookup
 from warmroute.prompt.routing_request import RoutingRequest
@@ -37,6 +38,7 @@ from warmroute.routing.queued_request import PendingRequest, QueuedRequest, Queu
 from warmroute.routing.router import Router
 from warmroute.routing.routing_errors import (
     Displaced,
+    HeldTooLong,
     NodeQueuesFull,
     NoNodeAvailable,
     NotAdmitted,
@@ -122,7 +124,7 @@ class Admission:
                 demand_meter.arrived += 1
             if not self.without_node.wait_s(request) or not request.may_queue:
                 raise
-            displaced = self._check_queue_limit(request, now_s)
+            displaced = self._check_queue_limit(request, None, now_s)
             queue.add_without_node(pending, now_s)
             if displaced is not None:
                 self._displace(displaced, now_s)
@@ -224,21 +226,25 @@ class Admission:
         if not self._limits.half_full or not query.group.waiting:
             return False
         if decision.index < 0 or not self._queues(request):
-            raise self._shed(QueueFull(self._limits.drain_s(now_s)))
+            raise self._shed(QueueFull(self._limits.retry_after_s(query.group, LOW, now_s)))
         return True
 
     def _check_may_queue(self, request: RoutingRequest, decision: Decision, now_s: float) -> PendingRequest | None:
         """Return the queued request that this one displaces; None if it displaces none. Raises NotAdmitted."""
+        group = decision.query.group if decision.query is not None else None
         if not request.may_queue:
-            raise WouldQueue(decision.price.own / 1000.0 if decision.price is not None else 1.0)
+            wait_s = decision.price.wait / 1000.0 if decision.price is not None else 1.0
+            if group is not None and group.waiting:
+                wait_s = max(wait_s, self._limits.retry_after_s(group, request.priority, now_s))
+            raise WouldQueue(wait_s)
         if (request.deadline_s or request.total_deadline_s) and self.queue.tenants:
             eligible_nodes.check_deadlines_behind_queue(self.queue, request, decision, now_s)
-        return self._check_queue_limit(request, now_s)
+        return self._check_queue_limit(request, group, now_s)
 
-    def _check_queue_limit(self, request: RoutingRequest, now_s: float) -> PendingRequest | None:
+    def _check_queue_limit(self, request: RoutingRequest, group: Group | None, now_s: float) -> PendingRequest | None:
         """Return the queued request that this one displaces; None if it displaces none. Raises QueueFull."""
         try:
-            return self._limits.to_displace(request, now_s)
+            return self._limits.to_displace(request, group, now_s)
         except QueueFull as full:
             raise self._shed(full) from None
 
@@ -248,7 +254,17 @@ class Admission:
         return error
 
     def _displace(self, pending: PendingRequest, now_s: float) -> None:
-        error = self._shed(Displaced(self._limits.drain_s(now_s)))
+        queued, priority = self.queue.find(pending), pending.request.priority
+        group = queued.group if queued is not None else None
+        error = self._shed(Displaced(self._limits.retry_after_s(group, priority, now_s)))
+        self.queue.cancel(pending)
+        pending.on_rejected(error)
+
+    def shed_held(self, pending: PendingRequest, now_s: float) -> None:
+        """Reject a queued request that its caller does not hold any longer."""
+        queued = self.queue.find(pending)
+        group = queued.group if queued is not None else None
+        error = self._shed(HeldTooLong(self._limits.retry_after_s(group, pending.request.priority, now_s)))
         self.queue.cancel(pending)
         pending.on_rejected(error)
 
@@ -294,7 +310,6 @@ class Admission:
     def _admit(self, key: Key, queued: QueuedRequest, by_guarantee: bool, now_s: float) -> None:
         self.queue.charge(key, queued, now_s, by_guarantee)
         self.queue.remove(key, queued.pending)
-        self._limits.admission_rate.record(now_s)
         queued.pending.on_admitted(queued.decision)
         self._version += 1
 
@@ -420,10 +435,12 @@ class Admission:
             max_wait_s = self._config_of(request).max_wait_s if request.route else default_max_wait_s
             waited_s = now_s - request.arrived_s
             if max_wait_s and waited_s > max_wait_s:
+                wait_s = self._limits.retry_after_s(queued.group, request.priority, now_s)
                 queue.remove(key, pending)
-                pending.on_rejected(QueueTimeout())
+                pending.on_rejected(QueueTimeout(wait_s))
             elif key[0] == LOW and waited_s > LONG_WAIT_S and self._limits.half_full and queue.has_higher_priority:
-                error = self._shed(Displaced(self._limits.drain_s(now_s)))  # its turn would not come
+                wait_s = self._limits.retry_after_s(queued.group, LOW, now_s)
+                error = self._shed(Displaced(wait_s))  # its turn would not come
                 queue.remove(key, pending)
                 pending.on_rejected(error)
             elif not (self._queues(request) if request.route else default_queues):  # the configuration has changed

@@ -14,6 +14,7 @@ from math import inf
 from typing import Final
 
 from warmroute.config.priority import HIGH, LOW, PRIORITY_NAMES
+from warmroute.fleet.arrival_rate import ServiceRate
 from warmroute.fleet.group import Group
 from warmroute.fleet.node import Node
 from warmroute.prompt.routing_request import RoutingRequest
@@ -134,6 +135,8 @@ class AdmissionQueue:
         """Those of them that wait for room and have a deadline."""
         self.queued_total = 0
         """Requests that were ever queued."""
+        self.service = ServiceRate()
+        """How fast the requests that wait for room get nodes. Each group has the rate of its own."""
         self.admitted_by_work = 0
         self.admitted_by_guarantee = 0
 
@@ -173,11 +176,14 @@ class AdmissionQueue:
         self._count_for_node(queued.decision.entry_node, key, -1)
         self.with_deadline -= queued.has_deadline
         self._count_removed(key)
+        if queued.group.waiting <= queued.group.peer_waiting:
+            queued.group.service.end()
         if not tenant.waiting:
             self.past_work_ms[key] = tenant.work_ms
             del self.tenants[key]
             if not self.tenants:
                 self.guarantee.queue_is_empty()
+                self.service.end()
                 self.past_work_ms.clear()
                 self._work_level = [0.0] * len(PRIORITY_NAMES)
         return True
@@ -198,12 +204,16 @@ class AdmissionQueue:
 
     def _add(self, pending: PendingRequest, decision: Decision) -> None:
         key = _key(pending)
+        query = decision.query
+        assert query is not None
+        if not self.tenants:
+            self.service.begin(query.now_s)
+        if query.group.waiting <= query.group.peer_waiting:
+            query.group.service.begin(query.now_s)
         tenant = self.tenants.get(key)
         if tenant is None:
             work_ms = max(self._work_level[key[0]], self.past_work_ms.pop(key, 0.0))
             tenant = self.tenants[key] = TenantQueue(work_ms)
-        query = decision.query
-        assert query is not None
         self._number += 1
         queued = QueuedRequest(pending, decision, query.group, self._number, self._order)
         tenant.add(queued)
@@ -250,6 +260,11 @@ class AdmissionQueue:
             for queued in tenant.waiting.values()
             if queued.number % parts == part
         ]
+
+    def find(self, pending: PendingRequest) -> QueuedRequest | None:
+        """Return None if the request does not wait for room."""
+        tenant = self.tenants.get(_key(pending))
+        return tenant.waiting.get(id(pending)) if tenant is not None else None
 
     def contains(self, key: Key, queued: QueuedRequest) -> bool:
         tenant = self.tenants.get(key)
@@ -404,6 +419,8 @@ class AdmissionQueue:
 
     def charge(self, key: Key, queued: QueuedRequest, now_s: float, by_guarantee: bool) -> None:
         """Charge a tenant, and the request's node, for the request that is admitted next."""
+        self.service.record(now_s)
+        queued.group.service.record(now_s)
         tenant, work_ms = self.tenants[key], queued.prefill_ms
         self._work_level[key[0]] = max(self._work_level[key[0]], tenant.work_ms)
         tenant.work_ms += work_ms

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from warmroute.config.priority import HIGH, LOW
+from warmroute.fleet.arrival_rate import UNMEASURED_S
 from warmroute.fleet.node import Node
 from warmroute.prompt.routing_request import RoutingRequest
 from warmroute.routing.admission_queue import AdmissionQueue
@@ -45,7 +46,7 @@ def below_queue_threshold(router: Router, request: RoutingRequest, decision: Dec
         return decision
     found = _among(router, decision, lambda node: node.queued < limit, "other nodes are over the queue threshold")
     if found is None and request.priority != HIGH:
-        raise NodeQueuesFull(decision.node.latency_ms / 1000.0)
+        raise NodeQueuesFull(_queue_s(decision, limit))
     return found or decision
 
 
@@ -55,7 +56,7 @@ def without_queue(router: Router, decision: Decision) -> Decision:
         return decision
     found = _among(router, decision, lambda node: not node.waiting, "other nodes have a queue")
     if found is None:
-        raise WouldQueue(decision.node.latency_ms / 1000.0)
+        raise WouldQueue(_queue_s(decision, 1.0))
     return found
 
 
@@ -89,6 +90,18 @@ def check_deadlines_behind_queue(
     missed = check_deadlines(request, decision, now_s, queue_ms=queue_ms)
     if missed is not None:
         raise missed
+
+
+def _queue_s(decision: Decision, limit: float) -> float:
+    """Return after how long the first node's own queue is shorter than `limit`. By Little's law, a node ends as many
+    requests per second as it has, divided by how long one takes."""
+    query = decision.query
+    assert query is not None
+    return min(
+        (node.latency_ms / 1000.0 * (node.queued + 1.0 - limit) / (node.running + node.queued)
+         if node.latency_ms and node.queued else UNMEASURED_S)
+        for node in query.candidates.nodes
+    )  # fmt: skip
 
 
 def _among(router: Router, decision: Decision, eligible: Callable[[Node], bool], reason: str) -> Decision | None:

@@ -16,17 +16,15 @@ from warmroute.routing.admission import Admission
 from warmroute.routing.attempts import Attempts
 from warmroute.routing.dispatcher import Dispatcher
 from warmroute.routing.router import Router
-from warmroute.routing.routing_errors import HeldTooLong, RoutingError
+from warmroute.routing.routing_errors import RoutingError
 
 
 def send_or_shed(admission: Admission, router: Router, attempts: Attempts, now_s: float) -> None:
     """Call this for a request that is queued."""
-    admission.queue.cancel(attempts)
     if attempts.request.priority == LOW:
-        if router.demand_meter is not None:
-            router.demand_meter.shed += 1
-        attempts.on_rejected(HeldTooLong())
+        admission.shed_held(attempts, now_s)
         return
+    admission.queue.cancel(attempts)
     try:
         decision = router.decide(attempts.request, now_s, attempts.lookup)
     except RoutingError as error:
