@@ -4,12 +4,15 @@
 #include "utf8.h"
 
 static PyObject *scan_body, *outline_body, *is_text, *prefix_digests, *decode_ms, *bad_body, *loads, *json_error;
+static PyObject *engine_fields, *engine_options;
 static long token_bytes, digest_bytes;
 
 void fuzz_setup(void) {
     scan_body = kernel("scan_body");
     outline_body = kernel("outline_body");
     is_text = kernel("is_utf8");
+    engine_fields = kernel("ENGINE_FIELDS");
+    engine_options = kernel("ENGINE_OPTIONS");
     prefix_digests = kernel("prefix_digests");
     decode_ms = kernel("decode_ms");
     bad_body = kernel("BadBody");
@@ -100,7 +103,34 @@ static void check_plain_messages(PyObject *body, PyObject *outline) {
     Py_DECREF(tree);
 }
 
+/* Whether a value sets a field that only the router may set: itself where it is the body, at any depth in an option. */
+static int sets_engine_field(PyObject *value, int is_body) {
+    Py_ssize_t at = 0;
+    PyObject *key, *member;
+    if (PyList_Check(value) && !is_body)
+        for (; at < PyList_GET_SIZE(value); at++)
+            if (sets_engine_field(PyList_GET_ITEM(value, at), 0))
+                return 1;
+    if (PyDict_Check(value))
+        while (PyDict_Next(value, &at, &key, &member))
+            if ((member != Py_None && PySequence_Contains(engine_fields, key)) ||
+                ((!is_body || PySequence_Contains(engine_options, key)) && sets_engine_field(member, 0)))
+                return 1;
+    return 0;
+}
+
+/* A field that only the router may set is found. Of fields given twice, json.loads has the last one, and the scan any. */
+static void check_engine_field(PyObject *body, PyObject *outline) {
+    PyObject *found = PyObject_GetAttrString(outline, "engine_field");
+    PyObject *tree = parsed(PyBytes_AS_STRING(body), PyBytes_GET_SIZE(body));
+    CHECK(found && (found == Py_None || PySequence_Contains(engine_fields, found) == 1));
+    CHECK(found != Py_None || !sets_engine_field(tree, 1));
+    Py_DECREF(found);
+    Py_DECREF(tree);
+}
+
 static void check_outline(PyObject *body, PyObject *outline) {
+    check_engine_field(body, outline);
     check_fields(body, outline);
     check_messages(body, outline);
     check_plain_messages(body, outline);

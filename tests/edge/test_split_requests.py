@@ -162,25 +162,26 @@ async def test_requests_that_cannot_be_split_go_to_the_decode_node() -> None:
         assert response.status == 200 and response.get("x-warmroute-prefill-node") == "node0"
 
 
-@pytest.mark.parametrize(
-    "field", ["kv_transfer_params", "bootstrap_host", "bootstrap_port", "bootstrap_room", "disaggregated_params"]
-)
+@pytest.mark.parametrize("field", ["kv_transfer_params", "bootstrap_host", "disaggregated_params"])
 async def test_clients_name_no_kv_cache_of_others(field: str) -> None:
     """An engine would connect to any address in these fields, and read any blocks."""
     value: Any = {"do_remote_prefill": True, "remote_host": "10.0.0.9", "remote_port": 1, "remote_block_ids": [1, 2]}
     async with split_fleet() as fleet:
         response = await fleet.ask(LONG, **{field: value})
-        assert response.status == 400 and response.error["param"] == field
+        assert response.status == 400 and response.error["code"] == "engine_field_not_allowed"
+        assert response.error["param"] == field
         assert fleet.router.inflight() == 0
         value = None
         assert (await fleet.ask(LONG, **{field: value})).status == 200
 
 
-async def test_fleets_without_roles_pass_on_every_field() -> None:
-    async with engines(1) as [engine], router(engine) as r:
-        body = b'{"model":"m","kv_transfer_params":{"a":1},"messages":[{"role":"user","content":"hi"}]}'
+@pytest.mark.parametrize("fields", [{"kv_transfer_params": {"a": 1}}, {"vllm_xargs": {"bootstrap_room": 1}}])
+async def test_a_request_that_may_set_these_fields_is_not_split(fields: dict[str, Any]) -> None:
+    routes = [{"name": "pairs", "allow_engine_fields": True}]
+    async with scripted_fleet(routes=routes) as (r, prefill, decode):
+        body = chat(LONG, **fields)
         assert (await r.request(post(body))).status == 200
-        assert engine.seen[-1].body == body
+        assert [one.body for one in (*prefill.seen, *decode.seen)] == [body]
 
 
 # With engines that follow a script.

@@ -12,7 +12,7 @@ from python_multipart import create_form_parser
 from python_multipart.exceptions import FormParserError
 from support.cpu_limit import cpu_limit
 
-from warmroute.prompt.multipart import MAX_HEAD_BYTES, MAX_PARTS, BadForm, form_model
+from warmroute.prompt.multipart import MAX_HEAD_BYTES, MAX_PARTS, BadForm, form_fields
 
 BOUNDARY = b"1f2e3d4c5b6a79880123456789abcdef"
 FAKE = b'\r\nContent-Disposition: form-data; name="model"\r\n\r\nfake\r\n'
@@ -34,7 +34,7 @@ def form(*parts: bytes, boundary: bytes = BOUNDARY) -> bytes:
 
 
 def model_of(body: bytes, boundary: bytes = BOUNDARY) -> str:
-    return form_model(boundary, body)
+    return form_fields(boundary, body)[0]
 
 
 def fields_by_python_multipart(body: bytes) -> list[tuple[bytes, bytes | None]]:

@@ -145,6 +145,46 @@ static uint32_t field_number(const name *key) {
     return KNOWN;
 }
 
+/* ---- Fields that only the router may set ---- */
+
+/* With these, engines exchange KV caches and choose a rank: an engine connects to the address in such a field, and reads the
+ * blocks of other requests. vLLM, SGLang and TensorRT-LLM have different ones. */
+static const char *const engine_fields[] = {
+    "kv_transfer_params", "ec_transfer_params", "disaggregated_params", "bootstrap_host", "bootstrap_port", "bootstrap_room",
+    "bootstrap_pair_key", "data_parallel_rank", "routed_dp_rank", "disagg_prefill_dp_rank"};
+/* Fields whose members engines, or programs between the router and them, take for fields or hand to a KV connector. */
+static const char *const engine_options[] = {"vllm_xargs", "extra_args", "extra_body", "sampling_params", "custom_params"};
+#define N_ENGINE_FIELDS (sizeof engine_fields / sizeof *engine_fields)
+#define N_ENGINE_OPTIONS (sizeof engine_options / sizeof *engine_options)
+
+/* The one of these names that this is, or NULL. Most names differ in their first letter or their length. */
+static const char *one_of(const name *key, const char *const *names, size_t n) {
+    for (size_t i = 0; i < n; i++)
+        if (key->len && *key->at == (unsigned char)*names[i] && is(key, names[i], strlen(names[i])))
+            return names[i];
+    return NULL;
+}
+
+/* The first such field at any depth of a well-formed value, or NULL. One that is null counts as not set. */
+static const char *engine_field_in(ptr p, ptr end) {
+    text decoded;
+    while ((p = memchr(p, '"', (size_t)(end - p)))) {
+        name key = {p + 1, 0};
+        if (!(p = skip_string(p + 1, end)))
+            break;
+        key.len = (size_t)(p - 1 - key.at);
+        ptr colon = skip_space(p, end), value = colon && *colon == ':' ? skip_space(colon + 1, end) : NULL;
+        if (!value)
+            continue;
+        key = plain_name(key, end, &decoded);
+        const char *found = one_of(&key, engine_fields, N_ENGINE_FIELDS);
+        if (found && *value != 'n')
+            return found;
+        p = value;
+    }
+    return NULL;
+}
+
 /* The content of the first system (or developer) message, and of the first user message. */
 typedef struct {
     ptr system_content, user_content; /* NULL where the message has none */
@@ -351,14 +391,20 @@ static int read_body(Outline *o, first_messages *found) {
     p = next_member(p + 1, end, 1, &key, &more);
     while (p && more) {
         ptr start = p;
+        name plain = key;
         uint32_t which = field_number(&key);
         if (which == KNOWN) {
-            name plain = plain_name(key, end, &decoded);
+            plain = plain_name(key, end, &decoded);
             which = plain.at == key.at ? KNOWN : field_number(&plain);
         }
         p = which == MESSAGES ? read_messages(o, p, end, found) : skip_value(p, end, 1);
         if (!p || add_field(o, &key, which, start, p) < 0)
             return 0;
+        if ((which == KNOWN || which == KV_TRANSFER_PARAMS) && !o->engine_field && *start != 'n') {
+            o->engine_field = one_of(&plain, engine_fields, N_ENGINE_FIELDS);
+            if (!o->engine_field && one_of(&plain, engine_options, N_ENGINE_OPTIONS))
+                o->engine_field = engine_field_in(start, p);
+        }
         p = next_member(p, end, 0, &key, &more);
     }
     return p && !skip_space(p, end);
@@ -436,6 +482,7 @@ static Outline *make_outline(PyObject *body, beginnings *read) {
     o->messages_room = FEW_MESSAGES;
     o->problem = NULL;
     o->problem_field = KNOWN;
+    o->engine_field = NULL;
     memset(o->known, 0, sizeof o->known);
     PyThreadState *released = PyBytes_GET_SIZE(body) > MAX_LOOP_BYTES ? PyEval_SaveThread() : NULL;
     accepted = read_body(o, &found);
@@ -728,6 +775,11 @@ static PyObject *outline_parameters(Outline *o, PyObject *const *args, Py_ssize_
     return result;
 }
 
+static PyObject *outline_engine_field(Outline *o, void *closure) {
+    (void)closure;
+    return o->engine_field ? PyUnicode_InternFromString(o->engine_field) : Py_NewRef(Py_None);
+}
+
 static PyObject *outline_body_bytes(Outline *o, void *closure) {
     (void)closure;
     return PyLong_FromSsize_t(PyBytes_GET_SIZE(o->body));
@@ -851,6 +903,7 @@ static PyObject *decode_ms(PyObject *self, PyObject *const *args, Py_ssize_t n) 
 static PyGetSetDef outline_properties[] = {
     {"fields", (getter)outline_fields, NULL, "Where the value of each field begins and ends.", NULL},
     {"cache_salt", (getter)outline_cache_salt, NULL, "The field cache_salt.", NULL},
+    {"engine_field", (getter)outline_engine_field, NULL, "The name of a field that only the router may set, or None.", NULL},
     {"body_bytes", (getter)outline_body_bytes, NULL, "The size of the body.", NULL},
     {"has_prompt_options", (getter)outline_has_prompt_options, NULL,
      "Whether a field may change which tokens of a rendered chat the engine computes.", NULL},
@@ -889,8 +942,25 @@ static PyMethodDef functions[] = {
     {"decode_ms", FAST(decode_ms), "Return how long a JSON parser takes for a part of a body."},
     NO_METHOD};
 
+static int add_names(PyObject *module, const char *constant, const char *const *names, size_t n) {
+    PyObject *all = PyTuple_New((Py_ssize_t)n);
+    for (size_t i = 0; all && i < n; i++) {
+        PyObject *one = PyUnicode_InternFromString(names[i]);
+        if (one)
+            PyTuple_SET_ITEM(all, (Py_ssize_t)i, one);
+        else
+            Py_CLEAR(all);
+    }
+    int failed = !all || PyModule_AddObjectRef(module, constant, all) < 0;
+    Py_XDECREF(all);
+    return failed ? -1 : 0;
+}
+
 int add_body_scan(PyObject *module) {
     prepare_json_tables();
+    if (add_names(module, "ENGINE_FIELDS", engine_fields, N_ENGINE_FIELDS) < 0 ||
+        add_names(module, "ENGINE_OPTIONS", engine_options, N_ENGINE_OPTIONS) < 0)
+        return -1;
     for (int i = 0; i < KNOWN; i++)
         if (!interned_names[i] && !(interned_names[i] = PyUnicode_InternFromString(known_names[i])))
             return -1;

@@ -42,6 +42,7 @@ typedef struct {
     uint32_t n_message_keys, n_fields, fields_room, n_messages, messages_room;
     const char *problem;          /* why the body is rejected; NULL for the usual reason */
     uint32_t problem_field;       /* the number of the field that is wrong, or KNOWN */
+    const char *engine_field;     /* the name of a field that only the router may set, or NULL */
     span known[KNOWN];            /* where the last value of each known field lies; no value begins at 0 */
     field few_fields[FEW_FIELDS]; /* most bodies have no more, and need no other allocation */
     message few_messages[FEW_MESSAGES];

@@ -8,6 +8,10 @@ KEY_CHARACTERS: Final[int]
 """How many characters of the system prompt, and of the first user message, are in the routing key."""
 TOKEN_BYTES: Final[int]
 """Bytes of a token id in packed tokens."""
+ENGINE_FIELDS: Final[tuple[str, ...]]
+"""Fields with which engines exchange KV caches and choose a rank. Only the router may set them."""
+ENGINE_OPTIONS: Final[tuple[str, ...]]
+"""Fields in which those count at any depth, too (vllm_xargs, …)."""
 
 class Outline:
     """Where the fields and messages of a JSON body lie."""
@@ -15,6 +19,9 @@ class Outline:
     @property
     def fields(self) -> dict[str, tuple[int, int]]:
         """Where the value of each field begins and ends. Fields whose name is not ASCII are left out."""
+    @property
+    def engine_field(self) -> str | None:
+        """The name of the first of ENGINE_FIELDS that the body sets; None where it sets none, or null."""
     @property
     def body_bytes(self) -> int: ...
     @property

@@ -58,6 +58,13 @@ class RouteConfig(Section, frozen=True):
     max_wait_s: Annotated[
         Annotated[float, Meta(ge=0)] | None, Meta(description="Overrides `admission.max_wait_s`.")
     ] = None
+    allow_engine_fields: Annotated[
+        bool,
+        Meta(
+            description="Let clients set the fields with which engines exchange KV caches (`kv_transfer_params` and "
+            "others). An engine connects to the addresses in them."
+        ),
+    ] = False
 
     def routing(self, routing: Routing) -> Routing:
         """Return `[routing]` with this route's overrides."""

@@ -14,7 +14,7 @@ from warmroute._kernel import MAX_LOOP_BYTES, BadBody, Outline
 from warmroute.edge import errors
 from warmroute.edge.content_type import form_boundary
 from warmroute.prompt.body_fields import read_json
-from warmroute.prompt.multipart import BadForm, form_model
+from warmroute.prompt.multipart import BadForm, form_fields
 from warmroute.prompt.request_body import generation_options
 
 _JSON: Final = b"application/json"
@@ -37,6 +37,8 @@ class ScannedBody:
     priority: int
     """As vLLM reads it: a lower number is served first."""
     streams: bool
+    engine_field: str | None
+    """The name of a field that only the router may set (ENGINE_FIELDS)."""
 
     def __init__(
         self,
@@ -48,6 +50,7 @@ class ScannedBody:
         max_output_tokens: int | None = None,
         priority: int = 0,
         streams: bool = True,
+        engine_field: str | None = None,
     ) -> None:
         self.model = model
         self.system = system
@@ -57,6 +60,7 @@ class ScannedBody:
         self.max_output_tokens = max_output_tokens
         self.priority = priority
         self.streams = streams
+        self.engine_field = engine_field
 
 
 def scan(path: bytes, content_type: bytes, body: bytes) -> ScannedBody:
@@ -64,13 +68,16 @@ def scan(path: bytes, content_type: bytes, body: bytes) -> ScannedBody:
     boundary = None if content_type == _JSON else form_boundary(content_type)
     if boundary is not None:
         try:
-            return ScannedBody(form_model(boundary, body))
+            model, engine_field = form_fields(boundary, body)
+            return ScannedBody(model, engine_field=engine_field)
         except BadForm as bad:
             raise errors.malformed_form(str(bad)) from None
     try:
         model, system, user, session, outline = read_json(body)
         max_output_tokens, priority, streams = generation_options(path, outline)
-        return ScannedBody(model, system, user, session, outline, max_output_tokens, priority, streams)
+        return ScannedBody(
+            model, system, user, session, outline, max_output_tokens, priority, streams, outline.engine_field
+        )
     except BadBody as bad:
         problem, field = bad.args
         raise errors.invalid_field(field, problem) if field else errors.malformed_json(problem) from None

@@ -117,6 +117,14 @@ def invalid_field(field: str, problem: str) -> HttpError:
     return HttpError(400, f"The field `{field}` {problem}.", code="invalid_field", param=field)
 
 
+def engine_field_not_allowed(field: str) -> HttpError:
+    message = (
+        f"The field `{field}` controls how engines exchange KV caches. Clients may not set it: remove it, or ask the "
+        "operator for a route with `allow_engine_fields = true`."
+    )
+    return HttpError(400, message, code="engine_field_not_allowed", param=field)
+
+
 def unsupported_media_type(message: str) -> HttpError:
     return HttpError(415, f"{message} Send `Content-Type: application/json`.", code="unsupported_media_type")
 

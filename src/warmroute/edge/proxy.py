@@ -27,7 +27,7 @@ from warmroute.edge.prompt_reader import PendingPrompt, PromptReader
 from warmroute.edge.proxy_client import ProxyClient, RequestExchange
 from warmroute.edge.request_builder import RequestBuilder
 from warmroute.edge.request_ids import random_ids
-from warmroute.edge.splittable import ONLY_VLLM, may_split, protocol_field
+from warmroute.edge.splittable import ONLY_VLLM, may_split
 from warmroute.event_log import EventLog, where_it_failed
 from warmroute.fleet.fleet import Fleet
 from warmroute.fleet.kv_transfer_protocol import KvTransfer
@@ -167,8 +167,6 @@ class Proxy:
         rights = client.rights
         request = self.requests.build(head, path, scanned, rights)
         has_pairs = bool(self._kv_transfers) and self._fleet.has_roles
-        if has_pairs and (field := protocol_field(body, scanned.outline)) is not None:
-            raise errors.invalid_field(field, "is set by the router, not by clients")
         if request.route:
             self.counters.route_requests[request.route] += 1
         charge = self._begin_charge(rights.limits, request, path, body) if rights.limits is not None else None

@@ -51,14 +51,16 @@ class RequestBuilder:
         now_s = self._now()
         priority, may_queue = NORMAL, True
         deadline_s = total_deadline_s = 0.0
-        route_name = ""
+        route_name, engine_fields = "", False
         tenant, routes = rights.tenant, rights.routes
         if routes is not None:
             route = routes.pick(model, path.decode("ascii", "replace"), tenant, head.get)
             if route is not None:
-                route_name, priority = route.name, route.priority
+                route_name, priority, engine_fields = route.name, route.priority, route.engine_fields
                 deadline_s = now_s + route.ttft_s if route.ttft_s else 0.0
                 total_deadline_s = now_s + route.total_s if route.total_s else 0.0
+        if body.engine_field is not None and not engine_fields:
+            raise errors.engine_field_not_allowed(body.engine_field)
         if max_output_tokens is not None and not 0 < max_output_tokens <= MAX_OUTPUT_TOKENS:
             max_output_tokens = None
         if head.has_routing_headers:

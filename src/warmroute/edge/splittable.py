@@ -7,17 +7,13 @@ from typing import Final
 
 import msgspec
 
-from warmroute._kernel import Outline
+from warmroute._kernel import ENGINE_FIELDS, Outline
 from warmroute.prompt.request_body import Endpoint
 
 _SPLITTABLE: Final = (Endpoint.CHAT.value, Endpoint.COMPLETION.value)
 ONLY_VLLM: Final = (Endpoint.MESSAGES.value, Endpoint.RESPONSES.value)
 """Of the engines, only vLLM has its KV transfer parameters in these requests."""
-_PROTOCOL: Final = (
-    "kv_transfer_params", "bootstrap_host", "bootstrap_port", "bootstrap_room", "disaggregated_params",
-)  # fmt: skip
-"""Fields of the engines' KV transfer protocols. They name addresses, and blocks of any request."""
-_EXCLUDED: Final = (*_PROTOCOL, "prompt_logprobs", "echo", "use_beam_search", "truncate_prompt_tokens")
+_EXCLUDED: Final = (*ENGINE_FIELDS, "prompt_logprobs", "echo", "use_beam_search", "truncate_prompt_tokens")
 """The last four need the whole prompt on one node."""
 _EXCLUDED_RESPONSES: Final = ("previous_response_id", "previous_input_messages", "conversation", "prompt")
 """Fields of /v1/responses whose meaning depends on what a node has stored."""
@@ -34,19 +30,12 @@ class _Tool(msgspec.Struct):
 _tools: Final = msgspec.json.Decoder(list[_Tool])
 
 
-def protocol_field(body: bytes, outline: Outline | None) -> str | None:
-    """Return the name of a KV transfer parameter that the client sent; None if it sent none, or null."""
-    if outline is None or not outline.has_any(_PROTOCOL):
-        return None
-    fields = outline.fields
-    spans = [(name, fields.get(name)) for name in _PROTOCOL]
-    return next((name for name, span in spans if span is not None and body[span[0] : span[1]] != b"null"), None)
-
-
 def may_split(path: bytes, body: bytes, outline: Outline | None) -> bool:
     """Return whether one node may prefill the prompt, and another one decode the answer. On the paths of ONLY_VLLM,
     both nodes have to run vLLM."""
-    if outline is None or not (path in _SPLITTABLE or path in ONLY_VLLM) or outline.has_any(_EXCLUDED):
+    if outline is None or not (path in _SPLITTABLE or path in ONLY_VLLM):
+        return False
+    if outline.engine_field is not None or outline.has_any(_EXCLUDED):
         return False
     fields = outline.fields
     for name in _ONE_ANSWER:

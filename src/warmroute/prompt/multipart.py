@@ -1,4 +1,5 @@
-"""Find the `model` field of a multipart form (audio transcriptions) without parsing the files in it.
+"""Find the `model` field of a multipart form (audio transcriptions), and fields that only the router may set, without
+parsing the files in it.
 
 The form is read strictly: parsers differ in text before the first boundary, in lines that only start with the boundary,
 in fields given twice, in folded headers, in escaped names, and in text that is not UTF-8. A form with any of these is
@@ -10,7 +11,7 @@ from __future__ import annotations
 import re
 from typing import Final
 
-from warmroute._kernel import is_utf8
+from warmroute._kernel import ENGINE_FIELDS, ENGINE_OPTIONS, BadBody, is_utf8, outline_body
 
 MAX_PARTS: Final = 100
 MAX_HEAD_BYTES: Final = 8192
@@ -28,22 +29,28 @@ _FORM_DATA: Final = b"form-data"
 _PLAIN_ENCODINGS: Final = (b"7bit", b"8bit", b"binary")
 
 
+_SEPARATORS: Final = re.compile(r"[\[\].]+")
+"""Between the parts of a name such as `vllm_xargs[a]`, with which some clients write nested fields."""
+
+
 class BadForm(ValueError):
     """The form is malformed or ambiguous. The message says why, without the form's content."""
 
 
-def form_model(boundary: bytes, body: bytes) -> str:
-    """Return the form's `model` field; empty where there is none. Raises BadForm."""
+def form_fields(boundary: bytes, body: bytes) -> tuple[str, str | None]:
+    """Return the form's `model` field, empty where there is none, and the name of a field that only the router may set
+    (ENGINE_FIELDS). Raises BadForm."""
     delimiter = b"\r\n--" + boundary
     if not body.startswith(delimiter[2:]):
         raise BadForm("it does not start with its boundary")
     model: str | None = None
+    engine_field: str | None = None
     at = len(delimiter) - 2
     for _part in range(MAX_PARTS + 1):
         if body.startswith(b"--", at):
             if body[at + 2 : at + 5] not in (b"", b"\r\n"):
                 raise BadForm("bytes follow its end")
-            return model or ""
+            return model or "", engine_field
         if not body.startswith(b"\r\n", at):
             raise BadForm("a line starts with the boundary and continues")
         start = at + 2
@@ -62,8 +69,24 @@ def form_model(boundary: bytes, body: bytes) -> str:
             if end - head_end > _MAX_MODEL_BYTES:
                 raise BadForm("the field `model` is too long")
             model = body[head_end + 4 : end].decode()
+        elif engine_field is None:
+            engine_field = _engine_field(name.decode(), body, head_end + 4, end)
         at = end + len(delimiter)
     raise BadForm(f"it has more than {MAX_PARTS} parts")
+
+
+def _engine_field(name: str, body: bytes, start: int, end: int) -> str | None:
+    parts = _SEPARATORS.split(name)
+    for part in parts:
+        if part in ENGINE_FIELDS:
+            return part
+    options = next((part for part in parts if part in ENGINE_OPTIONS), None)
+    if options is None or start == end:
+        return None
+    try:
+        return outline_body(b'{"%b":%b}' % (options.encode(), body[start:end])).engine_field
+    except BadBody:
+        raise BadForm(f"the field `{options}` is not JSON") from None
 
 
 def _find(body: bytes, delimiter: bytes, start: int) -> int:

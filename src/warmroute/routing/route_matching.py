@@ -18,12 +18,17 @@ GetHeader = Callable[[bytes], bytes]
 
 
 class Route:
-    __slots__ = ("_header", "_header_value", "_model", "_path", "_tenant", "name", "priority", "total_s", "ttft_s")
+    __slots__ = (
+        "_header", "_header_value", "_model", "_path", "_tenant", "engine_fields", "name", "priority", "total_s",
+        "ttft_s",
+    )  # fmt: skip
 
     def __init__(self, config: RouteConfig) -> None:
         self.name = config.name
         self.priority = PRIORITY_NUMBERS[config.priority]
         self.ttft_s = config.ttft_deadline_ms / 1000.0
+        self.engine_fields = config.allow_engine_fields
+        """Whether clients may set the fields with which engines exchange KV caches."""
         self.total_s = config.total_deadline_ms / 1000.0
         self._model = _pattern(config.model)
         self._path = _pattern(config.path)

@@ -153,6 +153,7 @@ class Mirror:
         tenant = rights.tenant or _key_owner(head)
         now_s = self._now()
         scanned = await self._body_scanner.scan(path, head.content_type, body)
+        scanned.engine_field = None  # no engine gets this request
         request = self._requests.build(head, path, scanned, rights)
         request.tenant, request.arrived_s = tenant, now_s
         future: asyncio.Future[Prompt | None] = asyncio.get_running_loop().create_future()
