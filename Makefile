@@ -4,6 +4,7 @@
 # make compile        a copy of the package with compiled Python modules, as in a release, into build/compiled
 # make test-compiled  the tests of the request path on that copy
 # make wheel          build a wheel into dist/ and check that it installs without a compiler
+# make test-build     the compiled build by pip install, from a checkout and from a source distribution
 # make release        sdist, manylinux wheels for 3.11 to 3.13, SBOM and checksums into dist/
 # make coverage       the share of src that the tests run, into bench/results/coverage.json
 # make test-pythons   the tests on Python 3.11, 3.12 and 3.13
@@ -31,7 +32,7 @@ READY := $(VENV)/.ready
 SOURCES_C := $(wildcard src/warmroute/_kernel/*.[ch])
 PIP := -m pip install --quiet --disable-pip-version-check
 
-.PHONY: run test lint compile test-compiled sanitize wheel release coverage test-pythons test-real test-real-kubernetes test-deploy manifests test-mirrors test-picker test-data test-browser page oracle trace bench monitoring test-promtool docs lock clean
+.PHONY: run test lint compile test-compiled sanitize wheel test-build release coverage test-pythons test-real test-real-kubernetes test-deploy manifests test-mirrors test-picker test-data test-browser page oracle trace bench monitoring test-promtool docs lock clean
 
 run: $(RUNTIME)
 	$(BIN)/warmroute demo $(ARGS)
@@ -69,6 +70,10 @@ sanitize: $(READY)
 wheel:
 	sh tools/build_wheel.sh $(PYTHON) . dist
 	sh tools/check_wheel.sh $(PYTHON)
+
+# Each of two builds compiles for some minutes.
+test-build: $(READY)
+	$(BIN)/python -m pytest -m build tests/test_build_wheel.py $(ARGS)
 
 # Source distribution, manylinux wheels for each Python, SBOM, checksums; each wheel is installed and runs the demo.
 release:

@@ -1,16 +1,20 @@
 """Builds the compiled part of the package; pyproject.toml has everything else.
 
-WARMROUTE_COMPILE=1    mypyc compiles the Python modules of the request path, too (tools/build_wheel.sh and `make
-                       compile` set it). Without mypyc they stay plain Python: the same, but it takes more CPU
+WARMROUTE_COMPILE=1    mypyc compiles the Python modules of the request path, too, as in a release. Plain Python does
+                       the same and takes more CPU. pip installs what mypyc needs: tools/build_backend.py asks for it
 WARMROUTE_DEV=1        compiler warnings are errors (the Makefile sets it)
 WARMROUTE_SANITIZE=1   with AddressSanitizer and UndefinedBehaviorSanitizer (fuzz/sanitize.py sets it)
 """
 
 import os
+import re
+import tomllib
 from glob import glob
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
 
 from setuptools import Extension, setup
-from setuptools.command.build_ext import build_ext
+from setuptools.command.build import build
 
 PACKAGE = "src/warmroute"
 KERNEL = f"{PACKAGE}/_kernel"
@@ -74,26 +78,38 @@ def enabled(variable: str) -> bool:
     return os.environ.get(variable, "0") not in ("", "0")
 
 
-def compiled_modules() -> list[Extension]:
-    if not enabled("WARMROUTE_COMPILE"):
-        return []
+def installed(name: str) -> bool:
     try:
-        from mypyc.build import mypycify
-    except ImportError:
-        print("warmroute: mypyc is not installed, so the request path stays plain Python (pip install mypy)")
-        return []
+        distribution(name)
+    except PackageNotFoundError:
+        return False
+    return True
+
+
+def compiled_modules() -> list[Extension]:
+    """mypyc reads the types of the router's dependencies, so the environment must have them, too."""
+    dependencies = tomllib.loads(Path("pyproject.toml").read_text())["project"]["dependencies"]
+    names = ["mypy", *(re.split(r"[^\w.-]", dependency, maxsplit=1)[0] for dependency in dependencies)]
+    if missing := [name for name in names if not installed(name)]:
+        raise SystemExit(
+            f"warmroute: WARMROUTE_COMPILE=1 needs packages that this environment does not have: {', '.join(missing)}. "
+            "pip installs them for the build, unless it is called with --no-build-isolation."
+        )
+    from mypyc.build import mypycify
+
     sources = [f"{PACKAGE}/{module}.py" for module in COMPILED]
     arguments = ["--config-file=pyproject.toml", *sources]
     return list(mypycify(arguments, group_name="warmroute", opt_level="2", debug_level="0"))
 
 
-class BuildExtensions(build_ext):
-    """A checkout gets the kernel only: compiled modules beside the sources would hide their changes."""
+class Build(build):
+    """mypyc runs in this command only. Commands that write metadata or a source distribution list the extensions, too,
+    and an editable install does not run it: compiled modules beside the sources would hide their changes."""
 
-    def finalize_options(self) -> None:
-        super().finalize_options()
-        if self.inplace or getattr(self, "editable_mode", False):
-            self.extensions = [kernel]
+    def run(self) -> None:
+        if enabled("WARMROUTE_COMPILE"):
+            self.distribution.ext_modules = [kernel, *compiled_modules()]
+        super().run()
 
 
 compile_args = ["-O3", "-fvisibility=hidden"]
@@ -112,4 +128,4 @@ kernel = Extension(
     extra_compile_args=compile_args,
     extra_link_args=link_args,
 )
-setup(cmdclass={"build_ext": BuildExtensions}, ext_modules=[kernel, *compiled_modules()])
+setup(cmdclass={"build": Build}, ext_modules=[kernel])

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import ast
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 from warmroute.build_info import build, is_compiled, version_and_build
@@ -45,18 +42,6 @@ def test_compiled_classes_inherit_from_compiled_classes_only() -> None:
 def test_a_checkout_contains_no_compiled_modules() -> None:
     found = [path.relative_to(PACKAGE).parts[0] for path in PACKAGE.rglob("*.so")]
     assert set(found) <= {"_kernel"}
-
-
-def test_a_build_without_mypyc_says_so_and_stays_plain_python(tmp_path: Path) -> None:
-    (tmp_path / "mypyc").mkdir()
-    (tmp_path / "mypyc" / "__init__.py").write_text("raise ImportError\n")
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "WARMROUTE_COMPILE": "1"}
-    built = subprocess.run(
-        [sys.executable, "setup.py", "--version"],
-        cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    [line] = [line for line in built.stdout.splitlines() if "mypyc" in line]
-    assert line == "warmroute: mypyc is not installed, so the request path stays plain Python (pip install mypy)"
 
 
 def test_the_version_says_which_build_runs() -> None:

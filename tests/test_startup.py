@@ -13,7 +13,9 @@ from support.polling import until
 from support.raw_client import get, post
 from support.running_router import router
 from support.scripted_engine import engines
+from support.serve_process import serve
 
+from warmroute.build_info import is_compiled
 from warmroute.demo.child_processes import Children
 from warmroute.engines.kv_client import KvEventClient
 
@@ -109,3 +111,12 @@ async def test_the_first_request_after_a_restart_goes_where_its_prompt_is_cached
                 response = await r.request(post(json.dumps(body).encode(), "/v1/completions"))
                 assert response.status == 200
                 assert response.get("x-warmroute-node") == f"node{number}", response.head
+
+
+async def test_the_log_of_the_start_names_the_build_and_how_to_get_the_compiled_one(tmp_path: Path) -> None:
+    (tmp_path / "w.toml").write_text("[listen]\nport = 0\n[admin]\nport = 0\n")
+    for workers in ((), ("--workers", "2")):
+        async with serve("--config", tmp_path / "w.toml", *workers) as process:
+            [line] = [line for line in process.lines if "service_started" in line]
+            build, advice = ("compiled", False) if is_compiled() else ("interpreted", True)
+            assert f" build={build}" in line and ("WARMROUTE_COMPILE=1 pip install ." in line) is advice

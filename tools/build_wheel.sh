@@ -1,14 +1,11 @@
 #!/bin/sh
-# Builds a wheel with the request path compiled by mypyc, a part of mypy.
+# Builds a wheel with the request path compiled by mypyc, with a pip of its own.
 #
 #   tools/build_wheel.sh PYTHON SOURCE FOLDER      SOURCE: the path of a checkout or of a source distribution (.tar.gz)
 #
 # pip takes a name without a slash for a package of the index, so it gets the absolute path of SOURCE.
-#
-# mypyc reads the types of the dependencies, so the wheel is built in an environment that has them.
 set -eu
 unset PYTHONPATH    # a package that it shows would not be installed
-here=$(cd "$(dirname "$0")/.." && pwd)
 if [ $# -ne 3 ]; then
     echo "usage: build_wheel.sh PYTHON SOURCE FOLDER" >&2
     exit 2
@@ -24,8 +21,6 @@ else
 fi
 environment=$(mktemp -d)
 trap 'rm -rf "$environment"' EXIT
-mypy=$(sed -n 's/^\(mypy==[^ ]*\).*/\1/p' "$here/requirements-dev.lock")
 "$python" -m venv "$environment"
-"$environment/bin/python" -m pip install --quiet --disable-pip-version-check "setuptools>=77" wheel "$mypy" -r "$here/requirements.lock"
-WARMROUTE_COMPILE=1 "$environment/bin/python" -m pip wheel --quiet --disable-pip-version-check --no-build-isolation --no-deps \
+WARMROUTE_COMPILE=1 "$environment/bin/python" -m pip wheel --quiet --disable-pip-version-check --no-deps \
     --wheel-dir "$folder" "$source"

@@ -17,5 +17,15 @@ def build() -> str:
     return "compiled" if is_compiled() else "interpreted"
 
 
+def build_advice() -> str:
+    """Return a sentence for operators of the interpreted build, and nothing for others."""
+    if is_compiled():
+        return ""
+    return (
+        "This build is interpreted: it takes 1.2 to 1.8 times the CPU of the compiled one. Install the compiled one in "
+        "Warmroute's repository: WARMROUTE_COMPILE=1 pip install ."
+    )
+
+
 def version_and_build() -> str:
     return f"{__version__} ({build()})"

@@ -184,7 +184,7 @@ def test_the_images_steps_in_a_clean_directory(tmp_path: Path) -> None:
     """The same steps as in the Containerfile, for the Python of this test; then the demo, with nothing else on PATH."""
     listed = run("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard").stdout.split("\0")
     wanted = re.compile(
-        r"(pyproject.toml|setup.py|README.md|LICENSE|requirements.*lock|tools/build_wheel.sh)\Z|src/|deploy/image/"
+        r"(pyproject.toml|setup.py|README.md|LICENSE|requirements.*lock|tools/build_(backend.py|wheel.sh))\Z|src/|deploy/image/"
     )
     for name in filter(wanted.match, listed):
         (tmp_path / "source" / name).parent.mkdir(parents=True, exist_ok=True)

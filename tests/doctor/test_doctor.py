@@ -15,7 +15,7 @@ from support.answering_node import AnsweringNode, answering_node
 from support.engine_processes import FakeEngine
 from support.engine_scripts import vllm_metrics
 
-from warmroute.build_info import version_and_build
+from warmroute.build_info import build_advice, is_compiled, version_and_build
 from warmroute.cli.main import main
 from warmroute.config import from_table
 from warmroute.demo.child_processes import Children
@@ -355,6 +355,8 @@ def test_the_command_reports_a_simulated_fleet(
         assert main(["doctor", "--config", str(file), "--no-requests"]) == 1
     out = capsys.readouterr().out
     assert out.startswith(f"warmroute {version_and_build()}\n")
+    assert report["build_advice"] == (build_advice() or None)
+    assert ("1.2 to 1.8 times the CPU" in out) is not is_compiled()
     assert "gpu-b  http://127.0.0.1:1" in out and out.rstrip().endswith("1 problem")
     copied = [line for line in out.splitlines() if line.startswith("          ")]
     assert all(len(line) <= 80 for line in out.splitlines() if line not in copied)

@@ -9,7 +9,7 @@ const CACHE_POLICIES = ["price", "overlap", "approximate"];
 export function showRouter(sections: Sections): void {
   const { router, nodes } = sections;
   const uptime = seconds(Math.max(0, Date.now() / 1000 - router.started));
-  setText(byId("router-facts"), `${router.version} · policy ${router.policy} · ${plural(nodes.length, "node")} · up ${uptime}`);
+  setText(byId("router-facts"), `${router.version} (${router.build}) · policy ${router.policy} · ${plural(nodes.length, "node")} · up ${uptime}`);
 }
 
 // Does the router help?

@@ -132,7 +132,7 @@ export interface Scaling {
 }
 
 export interface Sections {
-  router: { version: string; policy: string; started: number; models: string[]; journal: boolean };
+  router: { version: string; build: string; policy: string; started: number; models: string[]; journal: boolean };
   totals: Sums;
   window: Sums;
   nodes: LiveNode[];

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from warmroute import config as configuration
-from warmroute.build_info import version_and_build
+from warmroute.build_info import build_advice, version_and_build
 from warmroute.cli.admin_client import add_admin_options
 from warmroute.cli.arguments import number
 from warmroute.cli.terminal import console
@@ -94,6 +94,8 @@ _STYLES = {"ok": "green", "problem": "bold red", "note": "yellow"}
 
 def _print(out: Console, report: Report) -> None:
     out.print(f"warmroute {version_and_build()}", markup=False, highlight=False)
+    if advice := build_advice():
+        out.print(advice, style=_STYLES["note"], markup=False, highlight=False)
     out.print()
     for subject in report.subjects:
         title = f"{subject.name}  {subject.url}" if subject.url else subject.name

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from warmroute.build_info import version_and_build
+from warmroute.build_info import build_advice, version_and_build
 
 State = Literal["ok", "problem", "note"]
 """`note`: not a mistake by itself, or not checked."""
@@ -46,6 +46,7 @@ class Report:
         """Return the report for --json."""
         return {
             "warmroute": version_and_build(),
+            "build_advice": build_advice() or None,
             "problems": self.problems,
             "subjects": [
                 {

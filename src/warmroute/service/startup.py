@@ -11,7 +11,7 @@ import time
 from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
 
-from warmroute.build_info import build
+from warmroute.build_info import build, build_advice
 from warmroute.config import Config, is_loopback
 from warmroute.event_log import EventLog
 
@@ -25,7 +25,10 @@ CHECK_S: Final = 0.02
 def log_started(config: Config, address: str, admin_port: int, nodes: int) -> None:
     """Log where the router listens, and what its configuration lacks."""
     admin = f"http://{url_host(config.admin.host)}:{admin_port}" if config.admin.enabled else "off"
-    log.info("service_started", address=address, admin=admin, nodes=nodes, policy=config.routing.policy, build=build())
+    log.info(
+        "service_started", build_advice(),
+        address=address, admin=admin, nodes=nodes, policy=config.routing.policy, build=build(),
+    )  # fmt: skip
     warn_without_keys(config, address)
     if not config.nodes and not config.provisioners and not config.discovery:
         log.warning(

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
-from warmroute.build_info import build
+from warmroute.build_info import build, build_advice
 from warmroute.cluster.redis.link import new_origin
 from warmroute.config import Config, ConfigError
 from warmroute.console.combined_admin import CombinedAdmin
@@ -160,7 +160,8 @@ class Supervisor:
         self._passing.start()
         admin_address = f"http://{url_host(admin.host)}:{self.admin_port}" if admin.enabled else "off"
         log.info(
-            "service_started", address=address, admin=admin_address, nodes=len(self.config.nodes),
+            "service_started", build_advice(),
+            address=address, admin=admin_address, nodes=len(self.config.nodes),
             policy=self.config.routing.policy, build=build(), workers=self._count,
         )  # fmt: skip
         warn_without_keys(self.config, address)
