@@ -128,6 +128,7 @@ ROUTING_ERRORS = (
     routing_errors.Displaced(), routing_errors.HeldTooLong(),
     routing_errors.NodeQueuesFull(), routing_errors.WouldQueue(), routing_errors.QueueTimeout(),
     routing_errors.DeadlineUnreachable(True, 2.0, 1.0), routing_errors.RateLimited("requests", 1.0, 1, 1.0, ()),
+    routing_errors.DeadlinePassed(True, 2.0),
 )  # fmt: skip
 """One of each kind of error that a request without a node gets."""
 

@@ -114,9 +114,11 @@ def test_requests_meet_their_deadline_or_are_rejected() -> None:
     """On an overloaded fleet with a TTFT deadline, hardly any first token is late. Without it, most are."""
     requests = SharedSystemPrompts(prompts=40, system_tokens=1000, question_tokens=2000, output_tokens=40)
 
-    def run(deadline_ms: float) -> tuple[int, int]:
-        routes = [{"name": "all", "ttft_deadline_ms": deadline_ms}]
+    def run(deadline_ms: float, on_deadline: str = "advise", slow: bool = False) -> tuple[int, int]:
+        routes = [{"name": "all", "ttft_deadline_ms": deadline_ms, "on_deadline": on_deadline}]
         world = World(specs(2), NEAR, from_table({"routes": routes}))
+        if slow:  # and the router does not know it yet
+            world.calendar.at(20_000.0, world.slow, "node-0", 5.0)
         world.run(poisson(requests.generate(Random(1)), 1.5, Random(2)), limit=200)
         assert_all_requests_ended(world)
         seen = world.results.ttft_ms
@@ -126,3 +128,6 @@ def test_requests_meet_their_deadline_or_are_rejected() -> None:
     in_time_without, late_without = run(1e9)
     assert late <= 0.1 * in_time and late_without > in_time_without
     assert in_time > in_time_without
+    assert run(6000.0, "advise", slow=True)[1] > 0
+    in_time, late = run(6000.0, "end", slow=True)
+    assert late == 0 and in_time > 0, "what is late has ended before"

@@ -49,6 +49,11 @@ class NotingDriver:
         self.error = why
         return 502
 
+    def cut(self, why: RoutingError) -> bool:
+        self.events.append("cut")
+        self.error = why
+        return True
+
     def internal_error(self, error: Exception) -> None:
         raise error
 

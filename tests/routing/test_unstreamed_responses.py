@@ -141,6 +141,9 @@ class SilentDriver:
     def promote_hedge(self) -> None:
         pass
 
+    def cut(self, why: RoutingError) -> bool:
+        raise why
+
     def reject(self, why: RoutingError) -> int:
         raise why
 

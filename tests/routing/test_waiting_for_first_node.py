@@ -152,6 +152,19 @@ def test_a_request_is_rejected_after_first_node_wait_s() -> None:
     assert isinstance(request.error, QueueTimeout) and harness.admission.queue.waiting == 0
 
 
+def test_a_request_without_a_node_is_rejected_when_its_deadline_passes() -> None:
+    harness = empty_fleet()
+    late = harness.submit(deadline_s=harness.now_s + 5.0, total_deadline_s=harness.now_s + 500.0)
+    whole = harness.submit(total_deadline_s=harness.now_s + 5.0)
+    harness.advance(4.9)
+    harness.tick()
+    assert late.queued and whole.queued
+    harness.advance(0.1)
+    harness.tick()
+    assert isinstance(late.error, DeadlineUnreachable) and late.error.reason == "deadline_ttft"
+    assert isinstance(whole.error, DeadlineUnreachable) and whole.error.reason == "deadline_total"
+
+
 def test_a_request_past_its_deadline_is_not_sent_to_the_new_node() -> None:
     harness = empty_fleet()
     late = harness.submit(deadline_s=harness.now_s + 5.0)

@@ -67,6 +67,9 @@ class SilentDriver:
     def promote_hedge(self) -> None:
         pass
 
+    def cut(self, why: RoutingError) -> bool:
+        raise why
+
 
 class Harness(RoutingHarness):
     def __init__(self, count: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -15,6 +15,7 @@ from warmroute.config.section import PolicyName, PrefixKey, Section
 _ROUTING_KEYS = ("policy", "prefix_key", "prefix_characters")
 _PRICE_KEYS = ("cache_weight",)
 _ADMISSION_KEYS = ("queue_threshold", "queue_at_router", "max_wait_s")
+OnDeadline = Literal["advise", "end"]
 
 
 class RouteConfig(Section, frozen=True):
@@ -47,6 +48,14 @@ class RouteConfig(Section, frozen=True):
         float,
         Meta(ge=0, description="Deadline for the whole response if the request has no `X-Deadline-Ms`. 0: none."),
     ] = 0.0
+    on_deadline: Annotated[
+        OnDeadline,
+        Meta(
+            description="`advise`: deadlines decide about nodes, and end nothing that was sent. `end`: a request whose "
+            "deadline cannot be met is rejected, also by an idle node's estimate, and one whose deadline has passed is "
+            "ended."
+        ),
+    ] = "advise"
     priority: Annotated[
         PriorityName,
         Meta(description="Priority if the request does not set one. `keys.max_priority` limits it."),

@@ -30,6 +30,8 @@ _NOT_ADMITTED: Final[dict[type[reasons.NotAdmitted], tuple[str, str]]] = {
     ),
 }
 """Code and message of the errors with status 429 that need no further values."""
+_DEADLINES: Final = {True: ("first token", "X-Deadline-Ttft-Ms"), False: ("whole response", "X-Deadline-Ms")}
+"""What is due, and in which header; by whether it is the first token."""
 
 
 def to_error(why: reasons.RoutingError, request: RoutingRequest) -> HttpError:
@@ -70,6 +72,13 @@ def to_error(why: reasons.RoutingError, request: RoutingRequest) -> HttpError:
             return _unavailable(502, "upstream_failed", message, why.retry_after_s)
         case reasons.DeadlineUnreachable():
             return _too_many(why, "deadline_unreachable", _deadline_message(why))
+        case reasons.DeadlinePassed():
+            what, header = _DEADLINES[why.first_token]
+            message = (
+                f"The deadline has passed: the {what} was due {why.after_ms:,.0f} ms after the request's arrival, and "
+                f"the router has ended the request. Allow more time with the `{header}` header."
+            )
+            return _unavailable(504, "deadline_exceeded", message, None)
         case reasons.RateLimited():
             needs = f", and this request needs about {why.needed:,}" if why.what == "tokens" and why.needed > 1 else ""
             message = f"The rate limit of {why.limit:,} {why.what} per minute is reached{needs}."
@@ -94,7 +103,7 @@ def _unavailable(status: int, code: str, message: str, retry_after_s: int | None
 
 
 def _deadline_message(why: reasons.DeadlineUnreachable) -> str:
-    what, header = ("first token", "X-Deadline-Ttft-Ms") if why.first_token else ("whole response", "X-Deadline-Ms")
+    what, header = _DEADLINES[why.first_token]
     if why.expected_ms > why.left_ms:
         reason = f"is due in {why.left_ms:,.0f} ms, but the router expects it after {why.expected_ms:,.0f} ms"
     else:

@@ -27,6 +27,9 @@ class EndedRequest:
 
     withdraw_hedge = promote_hedge = withdraw_prefill = withdraw
 
+    def cut(self, why: RoutingError) -> bool:
+        return True
+
     def reject(self, why: RoutingError) -> int:
         return 0
 

@@ -339,6 +339,21 @@ class ProxyExchange:
             proxy.log_request(self.attempts, "broken")
         self.forget()
 
+    def cut(self, why: RoutingError) -> bool:
+        if self.has_last_event():
+            return False
+        proxy, error = self._proxy, self._proxy.to_http_error(why, self.attempts.request)
+        connection = self._connection
+        frames = connection.frames if connection is not None else None
+        self.withdraw()
+        if self.trace is not None:
+            self.trace.end(proxy.now(), self.attempts.status, error.code)
+        self._break_off(error, frames)
+        if proxy.log_requests:
+            proxy.log_request(self.attempts, "late")
+        self.forget()
+        return True
+
     def _break_off(self, why: errors.HttpError, frames: ChunkReader | None) -> None:
         """End the response so that no client takes it for complete."""
         if self._events:

@@ -49,7 +49,7 @@ class RequestBuilder:
             if group is not None:
                 model = group.model
         now_s = self._now()
-        priority, may_queue = NORMAL, True
+        priority, may_queue, ends_late = NORMAL, True, False
         deadline_s = total_deadline_s = 0.0
         route_name, engine_fields = "", False
         tenant, routes = rights.tenant, rights.routes
@@ -57,6 +57,7 @@ class RequestBuilder:
             route = routes.pick(model, path.decode("ascii", "replace"), tenant, head.get)
             if route is not None:
                 route_name, priority, engine_fields = route.name, route.priority, route.engine_fields
+                ends_late = route.ends_late
                 deadline_s = now_s + route.ttft_s if route.ttft_s else 0.0
                 total_deadline_s = now_s + route.total_s if route.total_s else 0.0
         if body.engine_field is not None and not engine_fields:
@@ -82,6 +83,8 @@ class RequestBuilder:
             body.streams, max_output_tokens,
             start=outline.text_start(self._start_bytes) if self._start_bytes and outline is not None else b"",
         )  # fmt: skip
+        if ends_late and (deadline_s or total_deadline_s):
+            request.ends_late = True
         if rights.cache_group:
             request.cache_group = rights.cache_group
         return request

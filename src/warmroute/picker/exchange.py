@@ -114,6 +114,9 @@ class PickerExchange(msgspec.Struct, eq=False):
     def send_prefill(self, prefill_node: Node, node: Node) -> None:
         raise AssertionError("Envoy sends a request to one node at a time")
 
+    def cut(self, why: RoutingError) -> bool:
+        raise AssertionError("Envoy sends the response")
+
     @property
     def rank(self) -> int | None:
         """The data-parallel rank that holds the prompt."""

@@ -45,6 +45,8 @@ class RoutingRequest(msgspec.Struct, eq=False, gc=False):
     """The names of the nodes that may serve it; None: all. Envoy may restrict a request to some of its endpoints."""
     start: bytes = b""
     """First bytes of the prompt's JSON text, where a policy uses them."""
+    ends_late: bool = False
+    """Whether the request is ended when a deadline cannot be met or has passed (`on_deadline = "end"`)."""
     cache_group: str = ""
     """Whose prompts count as cached for it; empty: everybody's."""
 

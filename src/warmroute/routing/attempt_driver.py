@@ -31,5 +31,9 @@ class AttemptDriver(Protocol):
     def reject(self, why: RoutingError) -> int:
         """End the request with this error: the client has received nothing. Return the HTTP status."""
 
+    def cut(self, why: RoutingError) -> bool:
+        """End the request with this error: the client has received a part of the response. Return False, and end
+        nothing, if only the end of the connection is missing."""
+
     def internal_error(self, error: Exception) -> None:
         """The router itself failed while it let the request out of the queue."""

@@ -12,6 +12,7 @@ Rules:
    (routing/hedging.py). The response that begins first counts.
 3. From the first byte of the response on there is no retry: a failure then ends the request as broken.
    The first token may come later: an engine may send a role or a comment first. Speed is learned from the first token.
+   A deadline may end or move the request (routing/deadline_check.py).
 4. A ticket is open exactly while a node has the request. Whatever ends the request closes it.
 
 An `AttemptDriver` does the I/O: the HTTP edge over sockets, replay in virtual time. It calls the methods below when
@@ -34,7 +35,7 @@ from warmroute.routing.dispatch import Dispatch
 from warmroute.routing.dispatcher import Dispatcher
 from warmroute.routing.failover import Failover
 from warmroute.routing.rate_limits import Charge
-from warmroute.routing.routing_errors import AllNodesBusy, NotAdmitted, RoutingError
+from warmroute.routing.routing_errors import AllNodesBusy, DeadlinePassed, NotAdmitted, RoutingError
 from warmroute.routing.sampled_prompt import SampledPrompt
 from warmroute.routing.split_request import SplitRequest, try_pair
 
@@ -75,6 +76,8 @@ class Attempts:
     """Set if the request is traced."""
     sample: SampledPrompt | None
     """Set if the prompt doctor compares the prompt with others."""
+    deadline_slot: int = 0
+    """When its deadlines are looked at next (routing/deadline_check.py); 0: they end nothing."""
     # at the current node
     ticket: Ticket
     hedge: Ticket | None = None
@@ -134,6 +137,8 @@ class Attempts:
             dispatcher.sent += 1
             dispatcher.count_decision(decision)
             self._try(decision, decision.node, now_s)
+            if self.request.ends_late and not self.envoy_retries and not self.done:
+                dispatcher.deadlines.watch(self, now_s)
         except Exception as error:
             if not self._queued:  # the caller of `enter` handles it
                 raise
@@ -255,11 +260,15 @@ class Attempts:
         other = self.other_node(now_s, lambda other: other is not node)
         if other is None:
             return False
+        self.move_to(other, reason, now_s, Outcome.FAILED)
+        return True
+
+    def move_to(self, other: Node, reason: str, now_s: float, outcome: Outcome = Outcome.CANCELLED) -> None:
+        """Leave the current node for this one. `outcome`: that of the current node."""
         self.driver.withdraw()
-        failover = self.give_up(Outcome.FAILED, reason, now_s)
+        failover = self.give_up(outcome, reason, now_s)
         self._dispatcher.counters.retries += 1
         self._try(failover.decision, other, now_s)
-        return True
 
     def other_node(self, now_s: float, accepts: Callable[[Node], bool]) -> Node | None:
         """Return a node that is up, by a new decision; None if there is none or the request may not be sent again."""
@@ -411,6 +420,28 @@ class Attempts:
         self._complete_entry(Outcome.BROKEN, now_s)
         dispatcher.counters.interrupted += 1
 
+    def end_late(self, error: DeadlinePassed, now_s: float) -> None:
+        """A deadline of the request has passed. No node is at fault, and the tenant is charged for their work."""
+        driver, dispatcher = self.driver, self._dispatcher
+        if self.answering:
+            self.done = True  # before the client's connection is closed
+            if driver.cut(error):
+                dispatcher.counters.interrupted += 1
+                self.abandon(now_s)
+            else:
+                self.done = False
+            return
+        self.done = True
+        driver.withdraw()
+        dispatcher.waiting.pop(self, None)
+        if self.hedge is not None:
+            self._withdraw_hedge(now_s)
+        if self.split is not None:
+            self.split.abandon(now_s)
+        dispatcher.close_ticket(self, self.ticket, Outcome.CANCELLED, now_s, "the deadline has passed")
+        self.status = driver.reject(error)
+        self._complete_entry(Outcome.CANCELLED, now_s)
+
     def client_left(self, now_s: float) -> None:
         self.abandon(now_s)
         self._dispatcher.counters.disconnects += 1
@@ -434,6 +465,8 @@ class Attempts:
         self._complete_entry(Outcome.CANCELLED, now_s)
 
     def _complete_entry(self, outcome: Outcome, now_s: float) -> None:
+        if self.deadline_slot:
+            self._dispatcher.deadlines.forget(self)
         if self._entry is not None:
             journal = self._dispatcher.journal
             assert journal is not None

@@ -1,19 +1,41 @@
-"""Whether a request can meet its deadlines on the node chosen for it.
+"""Whether a request can meet its deadlines on the node chosen for it, and what ends when one has passed. No I/O.
 
     first token      price.own                                  ≤ time left until it is due        [ms]
     whole response   price.own + output · token_ms of the node  ≤ time left until it is due        [ms]
 
-For a queued request, the work of the requests ahead of it counts, too. On an idle node, or one without a measured
-speed, the estimate does not count: the request may try, which corrects a wrong estimate.
+For a queued request, the work of the requests ahead of it counts, too. On a node without a measured speed the estimate
+does not count. On an idle node it counts only with `on_deadline = "end"`: any other request may try, which corrects a
+wrong estimate. With `end`, a node that got no request for TRIAL_S may be tried as well, unless the estimate is more
+than HOPELESS times the time left: no estimate is so wrong.
+
+With `end`, `Deadlines` watches what was sent. Before the first byte of its response, a request whose first token is
+overdue by the router's estimate goes to another node that has room and is expected to meet the deadline. When the
+deadline has passed, the request ends. A response that has begun ends when the deadline of the whole response passes.
 """
 
 from __future__ import annotations
 
-from math import inf
+from math import ceil, floor, inf
+from typing import TYPE_CHECKING, Final
 
 from warmroute.prompt.routing_request import RoutingRequest
 from warmroute.routing.decision import Decision
-from warmroute.routing.routing_errors import DeadlineUnreachable
+from warmroute.routing.routing_errors import DeadlinePassed, DeadlineUnreachable
+
+if TYPE_CHECKING:
+    from warmroute.routing.attempts import Attempts
+    from warmroute.routing.dispatcher import Dispatcher
+
+TRIAL_S: Final = 10.0
+HOPELESS: Final = 20.0
+OVERDUE: Final = 1.5
+"""A first token is overdue after this many times the time that the router expected: estimates of a healthy node are
+rarely more wrong."""
+MIN_OVERDUE_S: Final = 0.1
+CHECK_S: Final = 0.05
+"""Time between two calls of `Deadlines.check`."""
+MAX_MOVES: Final = 32
+"""Requests for which one check looks for another node."""
 
 
 def check_deadlines(
@@ -25,7 +47,8 @@ def check_deadlines(
     """
     price, node = decision.price, decision.node
     expected_ms = decode_ms = 0.0
-    if price is not None and node.load and node.speed.answers:
+    counts = bool(node.load) or (request.ends_late and not _may_try(decision, now_s))
+    if price is not None and node.speed.answers and counts:
         expected_ms = price.own + queue_ms
         if request.total_deadline_s:
             decode_ms = _decode_ms(decision)
@@ -38,6 +61,21 @@ def check_deadlines(
         if expected_ms + decode_ms > left_ms or left_ms <= 0.0:
             return DeadlineUnreachable(False, expected_ms + decode_ms, left_ms)
     return None
+
+
+def missed(request: RoutingRequest, now_s: float) -> DeadlineUnreachable:
+    """Return the error of a request that has no node when its deadline passes."""
+    first_token = 0.0 < request.deadline_s <= (request.total_deadline_s or inf)
+    due_s = request.deadline_s if first_token else request.total_deadline_s
+    return DeadlineUnreachable(first_token, 0.0, (due_s - now_s) * 1000.0)
+
+
+def _may_try(decision: Decision, now_s: float) -> bool:
+    """Return whether an idle node may be tried although its estimate is too long."""
+    price, node, query = decision.price, decision.node, decision.query
+    if price is None or query is None or now_s - node.last_ticket_s < TRIAL_S:
+        return False
+    return price.own <= HOPELESS * max_ttft_ms(query.request, decision, now_s)
 
 
 def max_ttft_ms(request: RoutingRequest, decision: Decision, now_s: float) -> float:
@@ -54,3 +92,125 @@ def _decode_ms(decision: Decision) -> float:
     if price is None or query is None or not query.group.decode_speed.answers:
         return 0.0
     return price.output * query.group.decode_speed.token_ms(node.context_tokens) * node.speed.factor
+
+
+class Deadlines:
+    """The requests that a node has and that their deadlines end, by when to look at them."""
+
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self._dispatcher = dispatcher
+        self._slots: dict[int, dict[Attempts, None]] = {}
+        """By time, in units of CHECK_S."""
+        self._checked = 0
+        """The last slot that was checked."""
+        self.watched = 0
+
+    def watch(self, attempts: Attempts, now_s: float) -> None:
+        """A node has got the request."""
+        if not self._checked:
+            self._checked = floor(now_s / CHECK_S)
+        self._put(attempts, _next_check_s(attempts, now_s))
+
+    def _put(self, attempts: Attempts, at_s: float) -> None:
+        if at_s == inf:
+            return
+        slot = max(self._checked + 1, ceil(at_s / CHECK_S))
+        attempts.deadline_slot = slot
+        self._slots.setdefault(slot, {})[attempts] = None
+        self.watched += 1
+
+    def forget(self, attempts: Attempts) -> None:
+        """The request has ended."""
+        slot = self._slots.get(attempts.deadline_slot)
+        if slot is not None and attempts in slot:
+            del slot[attempts]
+            self.watched -= 1
+            if not slot:
+                del self._slots[attempts.deadline_slot]
+        attempts.deadline_slot = 0
+
+    def check(self, now_s: float) -> None:
+        """End or move the requests whose time has come. Call this every CHECK_S."""
+        now = floor(now_s / CHECK_S)
+        if not self.watched:
+            self._checked = now
+            return
+        due: list[Attempts] = []
+        if now - self._checked < len(self._slots):
+            for number in range(self._checked + 1, now + 1):
+                due += self._slots.get(number, ())
+        else:
+            for number in sorted(number for number in self._slots if number <= now):
+                due += self._slots[number]
+        self._checked = now
+        moves = MAX_MOVES
+        for attempts in due:
+            if not attempts.deadline_slot:  # it ended meanwhile
+                continue
+            self.forget(attempts)
+            try:
+                error = _passed(attempts, now_s)
+                if error is not None:
+                    attempts.end_late(error, now_s)
+                elif moves and _is_overdue(attempts, now_s):
+                    moves -= 1
+                    _move(attempts, self._dispatcher, now_s)
+            except Exception as failure:  # ends this request, and no other
+                attempts.driver.internal_error(failure)
+            if not attempts.done:
+                self._put(attempts, _next_check_s(attempts, now_s))
+
+
+def _passed(attempts: Attempts, now_s: float) -> DeadlinePassed | None:
+    """Return which deadline has passed; that of the first token only while no byte of the response has come."""
+    request = attempts.request
+    if request.deadline_s and now_s >= request.deadline_s and not attempts.answering:
+        return DeadlinePassed(True, (request.deadline_s - request.arrived_s) * 1000.0)
+    if request.total_deadline_s and now_s >= request.total_deadline_s:
+        return DeadlinePassed(False, (request.total_deadline_s - request.arrived_s) * 1000.0)
+    return None
+
+
+def _next_check_s(attempts: Attempts, now_s: float) -> float:
+    """Return when the request has to be looked at: when a deadline passes, or earlier if it may have to move."""
+    request = attempts.request
+    due_s = request.total_deadline_s or inf
+    if attempts.answering:
+        return due_s
+    due_s = min(due_s, request.deadline_s or inf)
+    overdue_s = _overdue_s(attempts)
+    return min(due_s, max(overdue_s, now_s + MIN_OVERDUE_S)) if overdue_s else due_s
+
+
+def _overdue_s(attempts: Attempts) -> float:
+    """Return when the first token is overdue; 0.0 without an estimate, or if the request cannot go to another node."""
+    ticket, decision = attempts.ticket, attempts.decision
+    if attempts.hedge is not None or attempts.split is not None or not attempts.repeatable:
+        return 0.0
+    expected_ms = ticket.expected_ttft_ms
+    if not expected_ms or not ticket.node.speed.answers or not attempts.request.streams:
+        return 0.0
+    if decision.node is ticket.node and decision.price is not None:
+        expected_ms = max(expected_ms, decision.price.own)
+    return ticket.opened_s + max(MIN_OVERDUE_S, OVERDUE * expected_ms / 1000.0)
+
+
+def _is_overdue(attempts: Attempts, now_s: float) -> bool:
+    overdue_s = _overdue_s(attempts) if not attempts.answering else 0.0
+    return bool(overdue_s) and now_s >= overdue_s
+
+
+def _move(attempts: Attempts, dispatcher: Dispatcher, now_s: float) -> None:
+    """Send a request whose first token is overdue to another node, if it is expected in time there."""
+    node, request, has_room = attempts.ticket.node, attempts.request, dispatcher.admission.has_room
+    other = attempts.other_node(now_s, lambda o: o is not node and not o.needs_partner and has_room(o, now_s))
+    if other is None:
+        return
+    decision = attempts.get_failover().decision
+    if decision.node is not other:
+        if decision.query is None:
+            return
+        decision = dispatcher.router.decide_among((other,), decision.query)
+    if check_deadlines(request, decision, now_s) is None:
+        waited_s = now_s - attempts.ticket.opened_s
+        attempts.move_to(other, f"no first token after {waited_s:.1f} s; another node may meet the deadline", now_s)

@@ -23,6 +23,7 @@ from warmroute.fleet.node import Node, Outcome
 from warmroute.fleet.ticket import Ticket
 from warmroute.routing.admission import Admission
 from warmroute.routing.attempt_history import ClosedTicket
+from warmroute.routing.deadline_check import Deadlines
 from warmroute.routing.decision import Decision
 from warmroute.routing.hedging import Hedging, send_hedge
 from warmroute.routing.router import Router
@@ -98,6 +99,7 @@ class Dispatcher:
         self.capture: Callable[[Attempts, Any, Outcome | None, float], object] | None = None
         """Called with what was `captured` of a request when it has ended; without an outcome if it was not admitted."""
         self.hedging = Hedging(hedging or HedgingConfig())
+        self.deadlines = Deadlines(self)
         self.decisions: dict[tuple[str, str], int] = {}
         """Requests that were sent to a first node, by policy and reason."""
         self.sent = 0

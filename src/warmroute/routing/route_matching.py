@@ -19,8 +19,8 @@ GetHeader = Callable[[bytes], bytes]
 
 class Route:
     __slots__ = (
-        "_header", "_header_value", "_model", "_path", "_tenant", "engine_fields", "name", "priority", "total_s",
-        "ttft_s",
+        "_header", "_header_value", "_model", "_path", "_tenant", "ends_late", "engine_fields", "name", "priority",
+        "total_s", "ttft_s",
     )  # fmt: skip
 
     def __init__(self, config: RouteConfig) -> None:
@@ -30,6 +30,7 @@ class Route:
         self.engine_fields = config.allow_engine_fields
         """Whether clients may set the fields with which engines exchange KV caches."""
         self.total_s = config.total_deadline_ms / 1000.0
+        self.ends_late = config.on_deadline == "end"
         self._model = _pattern(config.model)
         self._path = _pattern(config.path)
         self._tenant = _pattern(config.tenant)

@@ -124,6 +124,16 @@ class DeadlineUnreachable(NotAdmitted):
         self.left_ms = max(0.0, left_ms)
 
 
+class DeadlinePassed(RoutingError):
+    """A node has the request, and its deadline has passed."""
+
+    def __init__(self, first_token: bool, after_ms: float) -> None:
+        """`first_token`: it is that of the first token, else that of the whole response. `after_ms`: how long the
+        request had been given."""
+        self.first_token = first_token
+        self.after_ms = after_ms
+
+
 class RateLimited(NotAdmitted):
     """The tenant has used up its limit per minute."""
 

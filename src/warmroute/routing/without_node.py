@@ -10,6 +10,7 @@ from typing import Final
 from warmroute.config import Admission as AdmissionConfig
 from warmroute.prompt.routing_request import RoutingRequest
 from warmroute.routing.admission_queue import AdmissionQueue
+from warmroute.routing.deadline_check import missed
 from warmroute.routing.decision import Decision
 from warmroute.routing.queued_request import PendingRequest
 from warmroute.routing.router import Router
@@ -59,7 +60,8 @@ class WithoutNode:
                 due_s = min(request.deadline_s or inf, request.total_deadline_s or inf) - margin_s
                 if not wait_s or now_s > until_s or now_s > due_s:
                     queue.remove_without_node(pending)
-                    pending.on_rejected(QueueTimeout() if wait_s else error)
+                    why = QueueTimeout() if now_s <= due_s else missed(request, now_s)
+                    pending.on_rejected(why if wait_s else error)
             except RoutingError as error:
                 queue.remove_without_node(pending)
                 pending.on_rejected(error)

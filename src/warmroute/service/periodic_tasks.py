@@ -51,12 +51,14 @@ async def run_garbage_collection() -> None:
         pause_s = max(COLLECT_S, (time.thread_time() - began_s) / MAX_COLLECT_SHARE)
 
 
-async def run_admission(admission: Admission, fleet: Fleet) -> None:
-    """Send waiting requests to nodes that got room without an event: after a poll, or because they are new."""
+async def run_admission(admission: Admission, dispatcher: Dispatcher, fleet: Fleet) -> None:
+    """Send waiting requests to nodes that got room without an event: after a poll, or because they are new. End what
+    is late."""
     while True:
         await asyncio.sleep(TICK_S)
         try:
             admission.tick(list(fleet), time.monotonic())
+            dispatcher.deadlines.check(time.monotonic())
         except Exception:
             log.exception("admission_tick_failed", "The router tries again.")
 

@@ -303,7 +303,7 @@ class Service:
             loop.create_task(self.loop_delay.run()),
             loop.create_task(run_clean_up(self.cache_view, self.tokenizer_registry)),
             loop.create_task(run_garbage_collection()),
-            loop.create_task(run_admission(self.admission, self.fleet)),
+            loop.create_task(run_admission(self.admission, self.proxy.dispatcher, self.fleet)),
             loop.create_task(run_hedging(self.proxy.dispatcher)),
             loop.create_task(self.model_watch.run()),
             loop.create_task(self.journal.run()),

@@ -98,5 +98,10 @@ class Flight:
         self.flow.rejected(self, why)
         return 0
 
+    def cut(self, why: RoutingError) -> bool:
+        self.flow.withdrawn(self.leg)
+        self.flow.rejected(self, why)
+        return True
+
     def internal_error(self, error: Exception) -> None:
         raise error

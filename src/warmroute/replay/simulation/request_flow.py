@@ -81,7 +81,7 @@ class RequestFlow:
             return None
         if prompt.patience_ms is not None:
             self.calendar.after(prompt.patience_ms, self._lose_patience, flight)
-        if replica.admission.queue.waiting and not self._ticking:
+        if (replica.admission.queue.waiting or self.dispatcher.deadlines.watched) and not self._ticking:
             self._ticking = True
             self.calendar.after(TICK_MS, self._tick)
         if not self._hedging:
@@ -116,10 +116,12 @@ class RequestFlow:
 
     def _tick(self) -> None:
         replica, at = self.replica, self.replica.index
-        self._ticking = replica.admission.queue.waiting > 0 or replica.fleet.islands.has_queues
+        deadlines = self.dispatcher.deadlines
+        self._ticking = bool(replica.admission.queue.waiting or replica.fleet.islands.has_queues or deadlines.watched)
         if self._ticking:
             nodes = (sim.views[at] for sim in list(self._world.nodes.values()))
             replica.admission.tick(nodes, self.calendar.now_s)
+            deadlines.check(self.calendar.now_s)
             self.calendar.after(TICK_MS, self._tick)
 
     def node_freed(self, node: Node, now_s: float) -> None:

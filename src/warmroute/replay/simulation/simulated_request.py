@@ -87,6 +87,7 @@ def simulated_request(
         route=route.name if route is not None else "",
         deadline_s=now_s + route.ttft_s if route is not None and route.ttft_s else 0.0,
         total_deadline_s=now_s + route.total_s if route is not None and route.total_s else 0.0,
+        ends_late=route is not None and route.ends_late and bool(route.ttft_s or route.total_s),
         prompt=prompt,
         number=number,
         form=form,
