@@ -83,6 +83,19 @@ def test_a_frame_fits_80_columns_and_the_height_of_the_terminal() -> None:
     assert "p50 35 ms, p90 12.0 s" in text and "more nodes" in text
 
 
+def test_errors_of_clients_are_shown_with_their_sources() -> None:
+    state = LiveState()
+    row = {
+        "status": 401, "code": "invalid_api_key", "total": 70_000, "recent": 66_879, "keys": [],
+        "sources": [{"source": "10.0.0.5", "count": 66_000}, {"source": "10.0.0.6", "count": 879}],
+    }  # fmt: skip
+    state.apply("snapshot", snapshot(client_errors=[row, {**row, "code": "not_found", "recent": 0}]))
+    lines = frame(state, height=None)
+    [shown] = [line for line in lines if "invalid_api_key" in line]
+    assert "401" in shown and "66,879" in shown and "10.0.0.5 (66,000)" in shown and len(shown) <= 80
+    assert not any("not_found" in line for line in lines)
+
+
 def test_nodes_in_trouble_come_first_and_alerts_say_what_to_do() -> None:
     alert = {
         "severity": "critical", "title": "gpu-9 is down", "what_to_do": "Restart the engine.", "nodes": ["gpu-9"],

@@ -183,6 +183,12 @@ async def test_the_list_of_alerts_is_that_of_one_router(tmp_path: Path) -> None:
         assert (await admin(router, "/admin/nodes/node-0/undrain", "POST"))[0] == 200
         found = await alerts_until(lambda alerts: alerts[0]["ended"] is not None)
         assert [alert["id"] for alert in found] == ["no_node"] and found[0]["ended"] >= found[0]["since"]
+        for _ in range(300):  # each worker has counted some of them
+            assert (await router.request(post(path="/v2"))).status == 404
+        found = await alerts_until(lambda alerts: alerts[0]["count"] == 300)
+        assert (found[0]["name"], found[0]["source"], found[0]["ended"]) == ("client_errors", "127.0.0.1", None)
+        assert found[0]["title"] == "300 requests were rejected with 404 (not_found)"
+        assert [alert["id"] for alert in found] == ["client_errors 404 not_found", "no_node"]
 
 
 async def test_a_worker_that_hangs_holds_up_neither_the_admin_api_nor_clients_nor_the_end(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ USAGE = json.dumps(
 ).encode()
 SECTIONS = {
     "router", "totals", "window", "nodes", "islands", "routes", "queue", "prefixes", "scaling", "prompts", "alerts",
-    "ended_alerts",
+    "ended_alerts", "client_errors",
 }  # fmt: skip
 
 
@@ -100,7 +100,7 @@ async def test_a_viewer_gets_a_snapshot_and_then_what_changes() -> None:
         [route] = data["routes"]
         assert (route["model"], route["requests"]) == ("m", 3) and route["hit_ratio"] == pytest.approx(0.945, abs=0.01)
         assert len(data["decisions"]) == 3 and data["decisions"][0]["candidates"]
-        assert len(data["history"]["fields"]) == 14
+        assert len(data["history"]["fields"]) == 15
         await r.admin("POST", "/admin/nodes/node0/drain")
         while True:
             name, data = await watching.next()

@@ -198,7 +198,7 @@ class LargeReplies:
     def new_request_id(self) -> bytes:
         return b""
 
-    def error_sent(self, error: HttpError, request_id: bytes) -> None: ...
+    def error_sent(self, error: HttpError, request_id: bytes, peer: bytes, forwarded_for: bytes) -> None: ...
 
     def internal_error(self, error: Exception, request_id: bytes = b"") -> HttpError:
         raise error

@@ -70,6 +70,10 @@ def errors(count: str) -> dict[str, str]:
     return {f'warmroute_errors_total{{{ROUTER},code="no_node",status="503"}}': count}
 
 
+def client_errors(count: str, status: str, code: str) -> dict[str, str]:
+    return {f'warmroute_errors_total{{{ROUTER},code="{code}",status="{status}"}}': count}
+
+
 def prompts(text: str, exact: str) -> dict[str, str]:
     name = f'warmroute_prompts_total{{{ROUTER},model="m",reading='
     return {f'{name}"text"}}': text, f'{name}"exact"}}': exact}
@@ -218,6 +222,13 @@ CASES = (
     ),
     Case("WarmrouteRequestsRejected", rejected("0+10x40"), rejected("5x40"), {"job": "w"},
          "100% of the requests are rejected"),
+    Case(
+        "WarmrouteClientErrors",
+        client_errors("0x18 66879x40", "401", "invalid_api_key"),  # all of them within seconds
+        client_errors("0+50x40", "401", "invalid_api_key") | client_errors("0+9000x40", "429", "queue_full"),
+        INSTANCE | {"status": "401", "code": "invalid_api_key"},
+        "r:1 rejects 278.7 requests/s with 401 (invalid_api_key)",
+    ),
     Case(
         "WarmrouteErrors",
         errors("0+20x40") | responses("0+80x40"),

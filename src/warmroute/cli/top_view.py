@@ -69,7 +69,10 @@ def view(state: LiveState, width: int, height: int | None) -> RenderableType:
     if not sections:
         return Text("connecting …")
     top = [_head(state), *_alerts(sections["alerts"], width), *_overview(state, width)]
-    bottom = [*_routes(sections["routes"]), *_queue(sections["queue"]["rows"]), *_scaling(sections["scaling"])]
+    bottom = [
+        *_routes(sections["routes"]), *_queue(sections["queue"]["rows"]),
+        *_client_errors(sections.get("client_errors", ())), *_scaling(sections["scaling"]),
+    ]  # fmt: skip
     nodes = _by_trouble(sections["nodes"], sections["alerts"])
     decisions = list(state.decisions)
     if height is not None:
@@ -225,6 +228,17 @@ def _queue(rows: Iterable[Row]) -> list[Text]:
         for row in rows
     ]
     return [Text("queue and rejections", "bold"), *lines[:6]] if lines else []
+
+
+def _client_errors(rows: Iterable[Row]) -> list[Text]:
+    """What the router rejects because of what clients send; `sections` of an older router have none."""
+    lines = []
+    for row in rows:
+        if row["recent"]:
+            sources = ", ".join(f"{one['source']} ({one['count']:,})" for one in row["sources"])
+            text = f"{row['status']} {_cut(row['code'], 26):<27}{row['recent']:>9,}  from {sources}"
+            lines.append(Text(text, no_wrap=True, overflow="ellipsis"))
+    return [Text("clients' errors, last 2 minutes", "bold"), *lines[:6]] if lines else []
 
 
 def _scaling(scaling: Row) -> list[Text]:

@@ -144,8 +144,9 @@ def check(config: Config) -> None:
 
 
 RESTART_KEYS: Final = (
-    "listen", "admin", "cluster", "provisioners", "scaling.enabled", "scaling.lock_file", "scaling.keda_host",
-    "scaling.keda_port", "scaling.replay.enabled", "index.memory_bytes", "prompts.threads", "startup",
+    "listen.host", "listen.port", "listen.unix_socket", "listen.tls_cert", "listen.tls_key", "admin", "cluster",
+    "provisioners", "scaling.enabled", "scaling.lock_file", "scaling.keda_host", "scaling.keda_port",
+    "scaling.replay.enabled", "index.memory_bytes", "prompts.threads", "startup",
     "tracing.enabled", "tracing.endpoint", "tracing.headers_env", "tracing.service_name",
     "picker.host", "picker.port", "picker.tls_cert", "picker.tls_key", "picker.tls_client_ca",
 )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,7 @@ from warmroute.config.provisioner_settings import provisioner_problems
 from warmroute.config.route_settings import route_problems
 from warmroute.config.scaling_settings import scaling_problems
 from warmroute.config.section import ConfigError
-from warmroute.config.serving_settings import KeyConfig
+from warmroute.config.serving_settings import UNIX_PROXY, KeyConfig
 from warmroute.config.tracing_settings import tracing_problems
 
 if TYPE_CHECKING:
@@ -49,6 +50,16 @@ def _listener_problems(config: Config) -> Iterator[str]:
     listen, admin, scaling = config.listen, config.admin, config.scaling
     if bool(listen.tls_cert) != bool(listen.tls_key):
         yield "listen.tls_cert and listen.tls_key must be set together"
+    for proxy in listen.trusted_proxies:
+        if proxy == UNIX_PROXY:
+            continue
+        try:
+            network = ipaddress.ip_network(proxy)
+        except ValueError as error:
+            yield f"listen.trusted_proxies: {error}; expected an address or a network, such as 10.0.0.0/8"
+            continue
+        if not network.prefixlen:
+            yield f"listen.trusted_proxies: {proxy} trusts everybody, so every client could name any address"
     used: list[tuple[str, str, int]] = []
     if not listen.unix_socket:
         used.append(("listen.port", listen.host, listen.port))

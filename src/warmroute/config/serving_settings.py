@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 from msgspec import Meta
 
 from warmroute.config.priority import PriorityName
 from warmroute.config.section import Bytes, Count, Port, Seconds, Section
+
+UNIX_PROXY: Final = "unix"
+"""In `listen.trusted_proxies`: whoever connects to the router's unix socket."""
 
 
 class Listen(Section, frozen=True):
@@ -20,6 +23,15 @@ class Listen(Section, frozen=True):
         str, Meta(description="PEM file with the certificate chain. Together with `tls_key` it enables HTTPS.")
     ] = ""
     tls_key: Annotated[str, Meta(description="PEM file with the private key of the certificate.")] = ""
+    trusted_proxies: Annotated[
+        tuple[str, ...],
+        Meta(
+            max_length=64,
+            description="Addresses or networks (CIDR) of the proxies in front of the router, and `unix` for those that "
+            "use its unix socket. Log and alerts then name the client that their `X-Forwarded-For` names. The router "
+            "believes this header of nobody else.",
+        ),
+    ] = ()
 
 
 class Admin(Section, frozen=True):

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
-from warmroute.console.combined_views import add_counts, by_name, leading_view, merge_alerts
+from warmroute.console.combined_views import add_counts, add_shares, by_name, leading_view, merge_alerts
 
 Section = Any
 
@@ -15,7 +15,15 @@ _SUMS: Final = (
     "round_robin_saved_s",
 )  # fmt: skip
 _SUMMED_OF_POINT: Final = frozenset(
-    {"requests_per_s", "saved_gpus", "round_robin_saved_gpus", "waiting", "rejected_per_s", "failed_per_s"}
+    {
+        "requests_per_s",
+        "saved_gpus",
+        "round_robin_saved_gpus",
+        "waiting",
+        "rejected_per_s",
+        "failed_per_s",
+        "client_errors_per_s",
+    }
 )
 _WEIGHTED_OF_POINT: Final = frozenset({"hit_ratio", "round_robin_hit_ratio", "ttft_p50_ms", "ttft_p90_ms"})
 
@@ -85,6 +93,23 @@ def _combine_prefixes(lists: Sequence[list[dict[str, Any]]]) -> list[dict[str, A
     return sorted(found.values(), key=lambda prefix: -float(prefix["share"]))
 
 
+def _combine_client_errors(lists: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
+    for row in (row for rows in lists for row in rows):
+        known = found.get(row["code"])
+        if known is None:
+            found[row["code"]] = row
+        else:
+            found[row["code"]] = {
+                **known,
+                "total": known["total"] + row["total"],
+                "recent": known["recent"] + row["recent"],
+                "sources": add_shares("source", (known["sources"], row["sources"])),
+                "keys": add_shares("key_sha256", (known["keys"], row["keys"])),
+            }
+    return sorted(found.values(), key=lambda row: (-row["recent"], -row["total"], row["code"]))
+
+
 def _first(views: Sequence[Section]) -> Section:
     return views[0]
 
@@ -101,6 +126,7 @@ _COMBINE: Final[dict[str, Callable[[Sequence[Any]], Section]]] = {
     "routes": _combine_routes,
     "queue": _combine_queue,
     "prefixes": _combine_prefixes,
+    "client_errors": _combine_client_errors,
     "alerts": merge_alerts,
     "ended_alerts": merge_alerts,
     "scaling": leading_view,

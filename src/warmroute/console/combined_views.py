@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Final
 
+from warmroute.telemetry import client_errors
 from warmroute.telemetry.alerts import MAX_SOURCES, SEVERITIES
 
 Json = Any
@@ -20,6 +21,14 @@ _SUMMED_OF_ISLAND: Final = ("conversations_started", "turns_at_home", "turns_awa
 def add_counts(total: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
     """Return the sums by key."""
     return {key: total.get(key, 0) + more.get(key, 0) for key in {**total, **more}}
+
+
+def add_shares(name: str, lists: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Return the sums of rows with `name` and `count`, the largest first."""
+    sums: Counter[str] = Counter()
+    for rows in lists:
+        sums.update({row[name]: row["count"] for row in rows})
+    return [{name: key, "count": count} for key, count in sums.most_common(MAX_SOURCES)]
 
 
 def combine_node(views: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -80,19 +89,19 @@ def merge_alerts(lists: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, An
     merged = []
     for views in found.values():
         views = [view for view in views if view["ended"] is None] or views
-        sources: Counter[str] = Counter()
-        for view in views:
-            sources.update({one["source"]: one["count"] for one in view["sources"]})
-        largest = sources.most_common(MAX_SOURCES)
-        merged.append(
-            {
-                **min(views, key=lambda view: float(view["since"])),
-                "ended": None if views[0]["ended"] is None else max(view["ended"] for view in views),
-                "count": sum(view["count"] for view in views),
-                "source": largest[0][0] if largest else "",
-                "sources": [{"source": source, "count": count} for source, count in largest],
-            }
-        )
+        views.sort(key=lambda view: (-view["count"], view["since"]))
+        alert = {
+            **views[0],
+            "since": min(view["since"] for view in views),
+            "ended": None if views[0]["ended"] is None else max(view["ended"] for view in views),
+            "count": sum(view["count"] for view in views),
+            "sources": add_shares("source", [view["sources"] for view in views]),
+        }
+        if alert["sources"]:
+            alert["source"] = alert["sources"][0]["source"]
+        if alert["name"] == client_errors.NAME:
+            alert["title"] = client_errors.alert_title(alert["id"], alert["count"])
+        merged.append(alert)
     merged.sort(key=lambda alert: (alert["ended"] is not None, SEVERITIES.index(alert["severity"]), alert["since"]))
     return merged
 

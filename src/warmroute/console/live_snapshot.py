@@ -20,6 +20,7 @@ from warmroute.index.cache_view import CacheView
 from warmroute.index.node_cache import NodeCache
 from warmroute.routing.admission_queue import AdmissionQueue
 from warmroute.telemetry.alerts import Alerts, describe_alert
+from warmroute.telemetry.client_errors import ClientErrors
 from warmroute.telemetry.history import COARSE_S, FINE_S, History, Point, Sums, Window, sums_of
 from warmroute.telemetry.journal import Entry, Journal
 from warmroute.telemetry.popular_prefixes import PopularPrefix
@@ -49,6 +50,7 @@ class LiveSnapshot:
         traffic: Traffic,
         history: History,
         alerts: Alerts,
+        client_errors: ClientErrors,
         journal: Journal,
         describe_policy: Callable[[], str],
         describe_scaling: Callable[[], dict[str, Any]],
@@ -61,6 +63,7 @@ class LiveSnapshot:
         self._traffic = traffic
         self.history = history
         self._alerts = alerts
+        self._client_errors = client_errors
         self._journal = journal
         self._describe_policy = describe_policy
         self._describe_scaling = describe_scaling
@@ -107,6 +110,7 @@ class LiveSnapshot:
             "queue": self._describe_queue(window, now_s),
             "prefixes": [self._describe_prefix(prefix, down) for prefix in state.prefixes],
             "scaling": self._describe_scaling_changes(state.scaling, wall_s),
+            "client_errors": self._client_errors.describe(),
             "prompts": self._describe_prompts(),
             "alerts": [describe_alert(alert, wall_s) for alert in self._alerts.current],
             "ended_alerts": [describe_alert(alert, wall_s) for alert in self._alerts.ended[:SHOWN_ENDED_ALERTS]],

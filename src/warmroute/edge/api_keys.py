@@ -15,6 +15,9 @@ from warmroute.edge.http1 import RequestHead
 from warmroute.routing.rate_limits import RateLimits, TenantLimits
 from warmroute.routing.route_matching import Routes
 
+SHOWN_HASH: Final = 8
+"""Characters of the hash of a wrong key that logs and alerts show."""
+
 
 def hash_key(key: str) -> str:
     """Return the hash that the configuration holds for a key."""
@@ -80,9 +83,12 @@ class ApiKeys:
         scheme, _, key = head.authorization.partition(b" ")
         if scheme.lower() != b"bearer":
             key = head.api_key
-        found = self._by_digest.get(sha256(key.strip()).digest()) if key else None
-        if found is None:
+        if not key:
             raise errors.invalid_api_key()
+        digest = sha256(key.strip()).digest()
+        found = self._by_digest.get(digest)
+        if found is None:
+            raise errors.invalid_api_key(digest.hex()[:SHOWN_HASH])
         return found
 
     def rights_of(self, tenant: str) -> Rights | None:

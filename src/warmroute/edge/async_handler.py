@@ -164,7 +164,7 @@ class AsyncHandler:
     def new_request_id(self) -> bytes:
         return b""
 
-    def error_sent(self, error: HttpError, request_id: bytes) -> None:
+    def error_sent(self, error: HttpError, request_id: bytes, peer: bytes, forwarded_for: bytes) -> None:
         pass
 
     def internal_error(self, error: Exception, request_id: bytes = b"") -> HttpError:

@@ -32,7 +32,12 @@ RESPONDING: Final = 2
 FLUSHING: Final = 3
 LINGERING: Final = 4
 CLOSED: Final = 5
-"""FLUSHING: the response is written, but the client has not read most of it. LINGERING: see `_linger`."""
+HELD: Final = 6
+"""FLUSHING: the response is written, but the client has not read most of it. LINGERING: see `_linger`. HELD: the client
+has sent a wrong key and waits for its 401."""
+MAX_HELD: Final = 256
+"""Clients of a listener that wait for their 401. Beyond that a 401 is sent at once: waiting must not become an attack
+on memory and connections."""
 _BARE_LINE_END: Final = re.compile(rb"(?<!\r)\n|\r(?!\n)(?!\Z)")
 _KEEP_ALIVE_LINE: Final = b"Connection: keep-alive\r\n"
 _CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -41,11 +46,13 @@ _MAX_PIPELINED_BYTES: Final = 524_288
 _RESET: Final = struct.pack("ii", 1, 0)
 _CR: Final = 13
 _LINGER_S: Final = 2.0
+_TLS_HANDSHAKE: Final = 22
+"""The first byte of a TLS connection. No HTTP method begins with it."""
 
 
 class ClientConnection:
     __slots__ = (
-        "_body", "_exchange", "_head", "_keep_alive", "_listener", "_pipelined_bytes", "_pipelined_too_much",
+        "_body", "_exchange", "_head", "_held", "_keep_alive", "_listener", "_pipelined_bytes", "_pipelined_too_much",
         "_searched_bytes", "_state", "_unparsed", "_unread_bytes", "_without_request", "body_started_s", "bucket",
         "deadline_s", "paused", "peer", "release_body", "rights", "transport", "write",
     )  # fmt: skip
@@ -78,6 +85,8 @@ class ClientConnection:
         self._body = BodyReader(listener)
         self.release_body = self._body.release
         self._exchange: Exchange | None = None
+        self._held: HttpError | None = None
+        """The 401 that the client waits for."""
         self._keep_alive = True
         self.body_started_s = 0.0
         """When the router began to wait for the body; 0 if it came with the head."""
@@ -97,6 +106,9 @@ class ClientConnection:
         timers.arm(self, timers.now() + min(limits.first_request_timeout_s, limits.idle_timeout_s))
 
     def connection_lost(self, exc: Exception | None) -> None:
+        if self._held is not None:  # the client did not wait, but counts
+            error, head = self._take_held(), self._head
+            self._listener.handler.error_sent(error, head.request_id, self.peer, head.forwarded_for)
         self._state = CLOSED
         self._listener.connection_closed(self)
         self._listener.timers.disarm(self)
@@ -143,7 +155,9 @@ class ClientConnection:
 
     def _time_out(self) -> None:
         limits = self._listener.limits
-        if self._state == AWAITING_HEAD and self._unparsed:
+        if self._state == HELD:
+            self._answer_held()
+        elif self._state == AWAITING_HEAD and self._unparsed:
             self._send_error_and_close(errors.header_timeout(limits.header_timeout_s))
         elif self._state == AWAITING_BODY:
             self._send_error_and_close(errors.body_timeout(limits.body_timeout_s), self._head)
@@ -166,18 +180,20 @@ class ClientConnection:
 
     @property
     def busy(self) -> bool:
-        return self._state == RESPONDING
+        return self._state in (RESPONDING, HELD)
 
     def give_way(self) -> None:
         """Close: this connection has sent no request, and another one needs its place."""
         if self._unparsed:
             handler = self._listener.handler
             error, request_id = errors.too_many_connections(), handler.new_request_id()
-            handler.error_sent(error, request_id)
+            handler.error_sent(error, request_id, self.peer, b"")
             self.write(render_final_error(error, request_id, False))
         self._close()
 
     def close_if_idle(self) -> None:
+        if self._state == HELD:
+            self._safely(self._answer_held)
         if self._state == AWAITING_HEAD and not self._unparsed:
             self._close()
 
@@ -192,6 +208,9 @@ class ClientConnection:
                     if end > 0 and data[0] != _CR:
                         self._read_head(data, end)
                         return
+                    if data[0] == _TLS_HANDSHAKE:
+                        self._send_error_and_close(errors.tls_on_plain_port())
+                        return
                     self._unparsed = bytearray()
                     timers = self._listener.timers
                     timers.arm(self, timers.now() + self._listener.limits.header_timeout_s)
@@ -199,7 +218,7 @@ class ClientConnection:
                 self._find_head()
             elif state == AWAITING_BODY:
                 self._read_body(data)
-            elif state in (RESPONDING, FLUSHING):
+            elif state in (RESPONDING, FLUSHING, HELD):
                 self._buffer_pipelined(data)
         except Exception as error:
             self._fail_internally(error)
@@ -217,6 +236,8 @@ class ClientConnection:
             exchange.internal_error(error)
             return
         http_error = self._listener.handler.internal_error(error)
+        if self._held is not None:
+            self._take_held()
         if self._state in (AWAITING_HEAD, AWAITING_BODY, RESPONDING):
             self._send_error_and_close(http_error, self._head if self._state != AWAITING_HEAD else None)
         else:
@@ -276,7 +297,8 @@ class ClientConnection:
             return
         head = read_request_head(data, end, MAX_HEADER_FIELDS)
         if isinstance(head, int):
-            self._send_error_and_close(head_rejection(head))
+            is_tls = data[0] == _TLS_HANDSHAKE
+            self._send_error_and_close(errors.tls_on_plain_port() if is_tls else head_rejection(head))
             return
         self._head = head
         self._keep_alive = head.keep_alive
@@ -289,7 +311,9 @@ class ClientConnection:
             if complete:
                 self._body.reserve(length)
         except HttpError as error:
-            if complete:
+            if error.status == 401 and self._may_wait():
+                self._hold(error, data[start + length :] if complete else None)
+            elif complete:
                 if length < have:
                     self._buffer_pipelined(data[start + length :])
                 self._state = RESPONDING
@@ -311,6 +335,39 @@ class ClientConnection:
             self._read_body(data[start:])
         elif head.expects_continue:
             self.write(_CONTINUE)
+
+    # A wrong key.
+
+    def _may_wait(self) -> bool:
+        listener = self._listener
+        return listener.wrong_key_delay_s > 0.0 and listener.held < MAX_HELD and not listener.closes_after_response
+
+    def _hold(self, error: HttpError, more: bytes | None) -> None:
+        """Send a 401 later. Meanwhile the router reads nothing of the client and keeps nothing but its head and `more`,
+        what came behind the request; None: the request is incomplete, and the connection closes after the response."""
+        if more is None:
+            error.close = True
+            self._keep_alive = False
+        elif more:
+            self._buffer_pipelined(more)
+        listener = self._listener
+        listener.held += 1
+        self._held = error
+        self._state = HELD
+        self.transport.pause_reading()
+        listener.timers.arm(self, listener.timers.now() + listener.wrong_key_delay_s)
+
+    def _take_held(self) -> HttpError:
+        error, self._held = self._held, None
+        assert error is not None
+        self._listener.held -= 1
+        self._state = RESPONDING
+        return error
+
+    def _answer_held(self) -> None:
+        self.deadline_s = NEVER
+        self.send_error(self._take_held())
+        self._continue_reading()
 
     def _read_body(self, data: bytes) -> None:
         try:
@@ -435,7 +492,7 @@ class ClientConnection:
             return
         handler = self._listener.handler
         request_id = request_id or self._head.request_id or handler.new_request_id()
-        handler.error_sent(error, request_id)
+        handler.error_sent(error, request_id, self.peer, self._head.forwarded_for)
         self.reply(error.status, error.body(is_anthropic(self._head.target)), with_request_id(error, request_id))
 
     def _send_error_and_close(self, error: HttpError, head: RequestHead | None = None, request_id: bytes = b"") -> None:
@@ -447,7 +504,7 @@ class ClientConnection:
         if head is not None:
             request_id = request_id or head.request_id
         request_id = request_id or handler.new_request_id()
-        handler.error_sent(error, request_id)
+        handler.error_sent(error, request_id, self.peer, head.forwarded_for if head is not None else b"")
         self.write(render_final_error(error, request_id, head is not None and is_anthropic(head.target)))
         self._exchange = None
         self._linger()

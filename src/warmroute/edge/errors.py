@@ -36,6 +36,7 @@ class HttpError(Exception):
         retry_after_s: int | None = None,
         headers: tuple[tuple[str, str], ...] = (),
         close: bool = False,
+        key_sha256: str = "",
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -46,6 +47,8 @@ class HttpError(Exception):
         self.headers = headers if retry_after_s is None else (*headers, ("Retry-After", str(retry_after_s)))
         self.close = close
         """The router closes the connection: it cannot tell where the next request would start."""
+        self.key_sha256 = key_sha256
+        """The first characters of the hash of the client's key, for the operator; the client does not get it."""
 
     def body(self, anthropic: bool = False) -> bytes:
         """`anthropic`: as Anthropic's API writes errors, for its clients."""
@@ -68,6 +71,11 @@ class HttpError(Exception):
 def bad_request(message: str) -> HttpError:
     """The bytes are not valid HTTP, so the connection closes."""
     return HttpError(400, message, code="bad_request", close=True)
+
+
+def tls_on_plain_port() -> HttpError:
+    message = "This port speaks plain HTTP, and the client began TLS. Use a URL that begins with http://."
+    return HttpError(400, message, code="tls_on_plain_port", close=True)
 
 
 def header_timeout(seconds: float) -> HttpError:
@@ -146,9 +154,10 @@ def invalid_header(header: str, values: str) -> HttpError:
     return HttpError(400, f"The `{header}` header must be {values}.", code="invalid_header", param=header)
 
 
-def invalid_api_key() -> HttpError:
+def invalid_api_key(key_sha256: str = "") -> HttpError:
     message = "The API key is missing or unknown. Send a valid key as `Authorization: Bearer KEY` or `X-Api-Key: KEY`."
-    return HttpError(401, message, code="invalid_api_key", headers=(("WWW-Authenticate", "Bearer"),))
+    headers = (("WWW-Authenticate", "Bearer"),)
+    return HttpError(401, message, code="invalid_api_key", headers=headers, key_sha256=key_sha256)
 
 
 def not_found(path: str) -> HttpError:

@@ -42,8 +42,9 @@ class Handler(Protocol):
     def new_request_id(self) -> bytes:
         """Return an id for a request that has none; empty if this listener gives no ids."""
 
-    def error_sent(self, error: HttpError, request_id: bytes) -> None:
-        """The router answered a request with this error."""
+    def error_sent(self, error: HttpError, request_id: bytes, peer: bytes, forwarded_for: bytes) -> None:
+        """The router answered a request with this error. `peer`: the address of the connection. `forwarded_for`: the
+        request's X-Forwarded-For."""
 
     def internal_error(self, error: Exception, request_id: bytes = b"") -> HttpError:
         """The router itself failed at a request: log that, and return the client's error."""
@@ -52,8 +53,14 @@ class Handler(Protocol):
 class Listener:
     """State that the connections of one listening socket share."""
 
-    def __init__(self, handler: Handler, limits: Limits, timers: TimerWheel) -> None:
+    def __init__(
+        self, handler: Handler, limits: Limits, timers: TimerWheel, wrong_key_delay_s: float = 0.0
+    ) -> None:  # fmt: skip
+        """`wrong_key_delay_s`: how long clients with a wrong key wait for their 401, at most MAX_HELD at a time."""
         self.handler = handler
+        self.wrong_key_delay_s = wrong_key_delay_s
+        self.held = 0
+        """Connections whose client waits for its 401."""
         self.limits = limits
         self.timers = timers
         self.connections: set[ClientConnection] = set()

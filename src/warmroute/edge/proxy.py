@@ -14,6 +14,7 @@ from warmroute.edge import errors
 from warmroute.edge.admission_errors import to_error
 from warmroute.edge.api_keys import Rights
 from warmroute.edge.body_scanner import BodyScanner, ScannedBody, scan
+from warmroute.edge.client_address import ClientAddresses
 from warmroute.edge.client_connection import ClientConnection
 from warmroute.edge.connection_pool import ConnectionPools
 from warmroute.edge.ended_request import EndedRequest
@@ -43,6 +44,7 @@ from warmroute.routing.query import Lookup, lookup_of
 from warmroute.routing.rate_limits import Charge, RateLimits, TenantLimits
 from warmroute.routing.router import Router
 from warmroute.routing.routing_errors import NotAdmitted, RateLimited, RoutingError
+from warmroute.telemetry.client_errors import ClientErrors, is_client_error
 from warmroute.telemetry.counters import Counters
 from warmroute.telemetry.journal import Journal
 from warmroute.telemetry.tracing.request_trace import RequestTrace
@@ -95,6 +97,7 @@ class Proxy:
         """Creates what does the I/O of a request: of its own connections to nodes, or of Envoy's."""
         self.sample_prompt: Callable[[Attempts, bytes, bytes], object] | None = None
         """Called with the path and the body of each request; None: prompts are not sampled."""
+        self.client_errors = ClientErrors()
         self.tracing: Tracing | None = None
         """None: the header lines of traces pass unchanged."""
         self.reconfigure(config)
@@ -106,6 +109,7 @@ class Proxy:
         self.dispatcher.hedging.config = config.hedging
         if self.tracing is not None:
             self.tracing.reconfigure(config.tracing)
+        self._addresses = ClientAddresses(config.listen.trusted_proxies)
         self.log_requests = config.log.requests
         self.node_headers = "" if config.journal.response_headers == "off" else config.journal.response_headers
         """Which responses name the node that served them: none (empty), those that ask for it, or all."""
@@ -320,10 +324,18 @@ class Proxy:
 
     # The request log.
 
-    def error_sent(self, error: HttpError, request_id: bytes) -> None:
-        self.counters.errors[error.status, error.code] += 1
+    def error_sent(self, error: HttpError, request_id: bytes, peer: bytes, forwarded_for: bytes) -> None:
+        status = error.status
+        self.counters.errors[status, error.code] += 1
+        if is_client_error(status):
+            source = self._addresses.source(peer, forwarded_for)
+            self.client_errors.count(status, error.code, source, error.key_sha256)
         if self.log_requests:
-            log.info("request_rejected", request_id=request_id.decode("ascii"), status=error.status, reason=error.code)
+            more: dict[str, object] = {"key_sha256": error.key_sha256} if error.key_sha256 else {}
+            log.info(
+                "request_rejected", request_id=request_id.decode("ascii"), status=status, reason=error.code,
+                source=self._addresses.source(peer, forwarded_for), **more,
+            )  # fmt: skip
 
     def client_left(self, exchange: RequestExchange) -> None:
         """End a request whose client has disconnected."""

@@ -12,6 +12,8 @@ from warmroute.telemetry import metric_definitions as metrics
 from warmroute.telemetry.metric_definitions import Metric
 
 GROUP: Final = "warmroute"
+CLIENT_ERRORS: Final = 'status=~"4..",status!="429"'
+"""Errors that clients have to mend. A 429 is admission's."""
 
 
 class Thresholds(NamedTuple):
@@ -186,6 +188,16 @@ def _request_rules(thresholds: Thresholds) -> list[AlertRule]:
             "{{ $value | humanizePercentage }} of the requests are rejected",
             "Admission rejects requests: a rate limit, a full queue, or a deadline that no node can meet.",
             "Compare the reasons on the dashboard. Add nodes, raise limits in `[[keys]]`, or let clients send less.",
+        ),
+        AlertRule(
+            "WarmrouteClientErrors", "warning",
+            f"sum by (job, instance, status, code) (rate({metrics.ERRORS.name}{{{CLIENT_ERRORS}}}[5m])) > 1", "0s",
+            "{{ $labels.instance }} rejects {{ $value | humanize }} requests/s with {{ $labels.status }} "
+            "({{ $labels.code }})",
+            "For five minutes the router has rejected more than one request per second on average because of what "
+            "clients send: a wrong key, path, model, body or protocol.",
+            "`GET /admin/alerts`, the live page and the log (`client_errors`) name the addresses that the requests "
+            "come from, and for 401 the beginning of the key's hash.",
         ),
         AlertRule(
             "WarmrouteErrors", "critical", _share(failed, responses, 0.05), "5m",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Final, Literal, NamedTuple
 
+from warmroute.monitoring.alert_rules import CLIENT_ERRORS
 from warmroute.telemetry import metric_definitions as metrics
 from warmroute.telemetry.metric_definitions import Metric
 
@@ -142,6 +143,9 @@ ROWS: Final[tuple[Row, ...]] = (
             ), "reqps", stacked=True),
             Panel("Errors of the router by code", (Query(_rate(metrics.ERRORS, JOB, "code"), "{{code}}"),), "reqps",
                   stacked=True),
+            Panel("Errors of clients by code", (
+                Query(_rate(metrics.ERRORS, f"{JOB},{CLIENT_ERRORS}", "status, code"), "{{status}} {{code}}"),
+            ), "reqps", stacked=True, help="GET /admin/alerts names the addresses that they come from."),
             Panel("Retries, hedges, interruptions", (
                 Query(_rate(metrics.RETRIES), "retries"), Query(_rate(metrics.HEDGES), "hedges"),
                 Query(_rate(metrics.RESPONSES_INTERRUPTED), "interrupted responses"),

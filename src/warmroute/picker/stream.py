@@ -337,7 +337,8 @@ class PickerStream:
         proxy, envoy = self._server.proxy, self._envoy
         head = envoy.head if envoy is not None else None
         request_id = request_id or (head.request_id if head is not None else b"") or proxy.new_request_id()
-        proxy.error_sent(error, request_id)
+        forwarded_for = head.forwarded_for if head is not None else b""
+        proxy.error_sent(error, request_id, self._call.peer_host.encode(), forwarded_for)
         anthropic = head is not None and is_anthropic(head.target)
         self.reply(error.status, error.body(anthropic), with_request_id(error, request_id))
 

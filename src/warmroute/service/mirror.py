@@ -126,7 +126,7 @@ class Mirror:
     def new_request_id(self) -> bytes:
         return b""
 
-    def error_sent(self, error: HttpError, request_id: bytes) -> None:
+    def error_sent(self, error: HttpError, request_id: bytes, peer: bytes, forwarded_for: bytes) -> None:
         self.unreadable[error.code] += 1
 
     def internal_error(self, error: Exception, request_id: bytes = b"") -> HttpError:

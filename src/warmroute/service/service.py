@@ -96,6 +96,8 @@ from warmroute.telemetry.traffic_metrics import TrafficMetrics
 log = EventLog("warmroute.service")
 GC_THRESHOLD = 20_000
 """How many more objects there must be than at the last garbage collection: requests in flight alone start none."""
+WRONG_KEY_DELAY_S = 0.5
+"""How long a client with a wrong key waits for its 401: one that repeats it in a loop then costs little."""
 SWITCH_INTERVAL_S = 0.0005
 """Longest time for which a thread that tokenizes a prompt keeps the interpreter lock from the event loop."""
 
@@ -143,7 +145,7 @@ class Service:
         self.proxy.dispatcher.request_completed = self.traffic.request_completed
         self.prompt_doctor = PromptDoctor(self.traffic.requests, now)
         self.set_prompt_doctor(config.prompt_doctor.enabled)
-        self.listener = Listener(self.proxy, config.limits, self.timers)
+        self.listener = Listener(self.proxy, config.limits, self.timers, WRONG_KEY_DELAY_S)
         node_client = NodeClient(self.pools)
         self.watcher = NodeWatcher(
             self.fleet,
@@ -169,6 +171,7 @@ class Service:
         causes = Causes(self.fleet, self.cache_view, changes, lambda key: self.prompt_doctor.reports.get(key))
         hit_rates = HitRateAlerts(self.traffic, changes, causes, lambda: self.prompt_doctor.findings)
         self.alerts = Alerts(
+            self.proxy.client_errors,
             FleetAlerts(self.fleet, self.cache_view, self.counters),
             hit_rates,
             lambda _now_s: discovery_alerts(self.discovery),
@@ -199,7 +202,8 @@ class Service:
         self.scrapes = Scrapes(page.render)
         self.history = History(self.traffic, self.counters, self.fleet, lambda: queue.waiting, self._last_scaling)
         snapshot = LiveSnapshot(
-            self.fleet, self.cache_view, queue, self.traffic, self.history, self.alerts, self.journal,
+            self.fleet, self.cache_view, queue, self.traffic, self.history, self.alerts,
+            self.proxy.client_errors, self.journal,
             lambda: self.config.routing.policy, self.describe_scaling, self.describe_prompts, now,
         )  # fmt: skip
         self.live_feed = LiveFeed(snapshot)

@@ -12,6 +12,7 @@ from typing import Final, NamedTuple
 
 from warmroute.fleet.fleet import Fleet
 from warmroute.fleet.health import HealthState
+from warmroute.telemetry.client_errors import is_client_error
 from warmroute.telemetry.counters import Counters
 from warmroute.telemetry.traffic import RouteTraffic, Traffic, ttft_percentile
 
@@ -41,6 +42,8 @@ class Point(NamedTuple):
     waiting: int
     rejected_per_s: float
     failed_per_s: float
+    client_errors_per_s: float
+    """Requests rejected because of what the client sent (4xx), without those that admission rejected."""
     in_flight: int
     nodes_up: int
     kv_usage: float
@@ -109,6 +112,7 @@ class _Reading(NamedTuple):
     sums: Sums
     rejected: int
     failed: int
+    client_errors: int
 
 
 RouteKey = tuple[str, str]
@@ -164,7 +168,8 @@ class History:
         counters = self._counters
         failed = sum([count for (status, _), count in counters.errors.items() if status >= 500])
         rejected = sum(counters.rejected.values())
-        return _Reading(now_s, sums_of(self._traffic.total), rejected, failed + counters.interrupted)
+        client_errors = sum([count for (status, _), count in counters.errors.items() if is_client_error(status)])
+        return _Reading(now_s, sums_of(self._traffic.total), rejected, failed + counters.interrupted, client_errors)
 
     def _point(self, before: _Reading, now: _Reading) -> Point:
         seconds = now.at_s - before.at_s
@@ -188,6 +193,7 @@ class History:
             self._waiting(),
             (now.rejected - before.rejected) / seconds,
             (now.failed - before.failed) / seconds,
+            (now.client_errors - before.client_errors) / seconds,
             in_flight,
             up,
             kv_usage / up if up else 0.0,

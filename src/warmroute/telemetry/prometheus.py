@@ -16,6 +16,7 @@ from warmroute.fleet.node import TTFT_BOUNDS_MS, Outcome
 from warmroute.index.cache_view import EVENT_AGES_S, CacheView
 from warmroute.routing.split_request import OUTCOMES as SPLIT_OUTCOMES
 from warmroute.telemetry import metric_definitions as metrics
+from warmroute.telemetry.client_errors import COMMON
 from warmroute.telemetry.counters import TRACE_DROPS, Counters
 from warmroute.telemetry.exposition import MetricLines, Page, Pauses, bucket_bounds, format_labels, label_value
 from warmroute.telemetry.metric_definitions import METRICS
@@ -113,7 +114,7 @@ class MetricsPage:
         counters = self._counters
         for status, count in sorted(counters.responses.copy().items()):
             page[metrics.RESPONSES].add(count, format_labels(status=str(status)))
-        for (status, code), count in sorted(counters.errors.copy().items()):
+        for (status, code), count in sorted({**dict.fromkeys(COMMON, 0), **counters.errors.copy()}.items()):
             page[metrics.ERRORS].add(count, format_labels(code=code, status=str(status)))
         for (reason, priority), count in sorted(counters.rejected.copy().items()):
             labels = format_labels(priority=PRIORITY_NAMES[priority], reason=reason)

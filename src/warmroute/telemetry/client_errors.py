@@ -1,0 +1,238 @@
+"""Requests that the router rejects because of what the client sent (4xx): how many, with which code, and from where.
+
+Counting happens only when a request is rejected, in memory that does not grow with the number of clients. Every code
+with rejections is a line in the log, at most one a minute. Many of them are an alert.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from heapq import heappush, heapreplace
+from typing import Any, Final
+
+from warmroute.event_log import EventLog
+from warmroute.telemetry.alerts import MAX_SOURCES, Alert
+
+log = EventLog("warmroute.requests")
+
+WINDOW_S: Final = 60.0
+"""Time between two lines of a code in the log. What is known of sources is of the last one or two windows."""
+MANY: Final = 100
+"""Rejections of one code in the last one or two windows that are an alert."""
+TRACKED: Final = 64
+"""Sources that are tracked for each code, and keys."""
+NAME: Final = "client_errors"
+"""Of the alert and of the line in the log."""
+NO_KEY: Final = "none"
+COMMON: Final = (
+    (400, "bad_request"), (400, "malformed_json"), (400, "tls_on_plain_port"),
+    (401, "invalid_api_key"), (404, "model_not_found"), (404, "not_found"), (413, "request_too_large"),
+    (415, "unsupported_content_encoding"), (415, "unsupported_media_type"),
+)  # fmt: skip
+"""Status and code of errors that are on the metrics page from the start: Prometheus sees no rate of a counter whose
+first sample is that of a storm."""
+_WARN: Final = frozenset({"invalid_api_key", "tls_on_plain_port"})
+"""Codes that are warnings in the log however few they are: somebody's configuration is wrong."""
+_ADVICE: Final = {
+    "invalid_api_key": "Compare the beginning of the key's hash with sha256 in [[keys]]; `warmroute hash-key` prints "
+    "the hash of a key. If nobody of yours sends from this address, block it before it reaches the router.",
+    "not_found": "Clients use a path that does not exist. The base URL of an OpenAI client ends with /v1.",
+    "model_not_found": "Clients name a model that no node serves. GET /v1/models lists those that exist; a route can "
+    "give a model another name.",
+    "request_too_large": "Clients send bodies above limits.body_bytes. Raise it if they may.",
+    "unsupported_media_type": "Clients send bodies that are no JSON in UTF-8, or say so. They need "
+    "`Content-Type: application/json`.",
+    "unsupported_content_encoding": "Clients send compressed bodies, which the router does not read.",
+    "tls_on_plain_port": "Clients speak TLS on the port where the router speaks plain HTTP. Give them a URL that "
+    "begins with http://, or set listen.tls_cert and listen.tls_key.",
+    "request_timeout": "Clients begin a request and do not finish it in time (limits.header_timeout_s, "
+    "limits.body_timeout_s).",
+}
+_DEFAULT_ADVICE: Final = "The clients have to change their requests: docs/reference/errors.md explains each code."
+
+
+def is_client_error(status: int) -> bool:
+    """Return whether the client has to change its request. A 429 is admission's: the request may come again."""
+    return 400 <= status < 500 and status != 429
+
+
+class HeavyHitters:
+    """The most frequent keys of a stream, in the memory of `capacity` keys (the algorithm Space-Saving).
+
+    A new key takes the place of the least frequent one and inherits its count as a possible error. So every key that
+    makes up more than 1 / capacity of the stream is known, and its count is too high by its error at most.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._counts: dict[str, int] = {}
+        self._errors: dict[str, int] = {}
+        self._heap: list[tuple[int, str]] = []
+        """Every key with an earlier count, the least first. A count is brought up to date when it comes to the top."""
+
+    def __len__(self) -> int:
+        return len(self._counts)
+
+    def add(self, key: str) -> None:
+        counts = self._counts
+        known = counts.get(key)
+        if known is not None:
+            counts[key] = known + 1
+            return
+        heap = self._heap
+        if len(counts) < self._capacity:
+            counts[key] = 1
+            heappush(heap, (1, key))
+            return
+        while heap[0][0] != counts[heap[0][1]]:
+            heapreplace(heap, (counts[heap[0][1]], heap[0][1]))
+        least, replaced = heap[0]
+        del counts[replaced]
+        self._errors.pop(replaced, None)
+        counts[key], self._errors[key] = least + 1, least
+        heapreplace(heap, (least + 1, key))
+
+    def at_least(self) -> Counter[str]:
+        """Return how often each key came at least. A thread may call it."""
+        errors = self._errors.copy()
+        found = {key: count - errors.get(key, 0) for key, count in self._counts.copy().items()}
+        return Counter(found)
+
+
+class _Window:
+    def __init__(self) -> None:
+        self.count = 0
+        self.sources = HeavyHitters(TRACKED)
+        self.keys = HeavyHitters(TRACKED)
+
+
+class _Code:
+    """Rejections with one code."""
+
+    def __init__(self, status: int, code: str) -> None:
+        self.status = status
+        self.code = code
+        self.total = 0
+        self.current = _Window()
+        self.previous = _Window()
+        self.next_s = 0.0
+        """When the current window ends."""
+        self.alert_from: int | None = None
+        """`total` when the alert began; None without alert."""
+        self.alert_sources: Counter[str] = Counter()
+        """Sources of the alert before the last two windows."""
+
+    @property
+    def recent(self) -> int:
+        return self.previous.count + self.current.count
+
+    def recent_sources(self) -> Counter[str]:
+        return self.previous.sources.at_least() + self.current.sources.at_least()
+
+    def recent_keys(self) -> Counter[str]:
+        return self.previous.keys.at_least() + self.current.keys.at_least()
+
+    def next_window(self) -> None:
+        if self.alert_from is not None:
+            known = self.alert_sources + self.previous.sources.at_least()
+            self.alert_sources = Counter(dict(known.most_common(TRACKED)))
+        self.previous, self.current = self.current, _Window()
+
+
+class ClientErrors:
+    def __init__(self) -> None:
+        self._codes: dict[str, _Code] = {}
+
+    def count(self, status: int, code: str, source: str, key_sha256: str) -> None:
+        """`source`: the client's address. `key_sha256`: the first characters of the hash of its key, for 401."""
+        found = self._codes.get(code)
+        if found is None:
+            found = self._codes[code] = _Code(status, code)
+        found.total += 1
+        window = found.current
+        window.count += 1
+        window.sources.add(source)
+        if status == 401:
+            window.keys.add(key_sha256 or NO_KEY)
+
+    def __call__(self, now_s: float) -> Iterator[Alert]:
+        """Write the log, and yield the alerts."""
+        for one in list(self._codes.values()):
+            if now_s >= one.next_s and one.recent:
+                if one.current.count:
+                    _log(one)
+                one.next_window()
+                one.next_s = now_s + WINDOW_S
+            if one.recent < MANY:
+                one.alert_from = None
+                continue
+            if one.alert_from is None:
+                one.alert_from = one.total - one.recent
+                one.alert_sources = Counter()
+            yield _alert(one, one.total - one.alert_from)
+
+    def describe(self) -> list[dict[str, Any]]:
+        """Return the codes for the live page, the most frequent of the last minutes first. A thread may call it."""
+        rows: list[dict[str, Any]] = [
+            {
+                "status": one.status,
+                "code": one.code,
+                "total": one.total,
+                "recent": one.recent,
+                "sources": [
+                    {"source": source, "count": count}
+                    for source, count in one.recent_sources().most_common(MAX_SOURCES)
+                ],
+                "keys": [
+                    {"key_sha256": key, "count": count} for key, count in one.recent_keys().most_common(MAX_SOURCES)
+                ],
+            }
+            for one in list(self._codes.values())
+        ]
+        rows.sort(key=lambda row: (-row["recent"], -row["total"], row["code"]))
+        return rows
+
+
+def alert_title(id: str, count: int) -> str:
+    _, status, code = id.split(" ")
+    return f"{count:,} {'request was' if count == 1 else 'requests were'} rejected with {status} ({code})"
+
+
+def _alert(one: _Code, count: int) -> Alert:
+    sources = one.alert_sources + one.recent_sources()
+    id = f"{NAME} {one.status} {one.code}"
+    return Alert(
+        id=id, severity="warning", title=alert_title(id, count), cause=_cause(one),
+        what_to_do=_ADVICE.get(one.code, _DEFAULT_ADVICE), count=count, sources=tuple(sources.most_common(MAX_SOURCES)),
+    )  # fmt: skip
+
+
+def _cause(one: _Code) -> str:
+    [(source, count)] = one.recent_sources().most_common(1) or [("", 0)]
+    share = count / one.recent
+    if share >= 0.1:
+        text = f"{share:.0%} of those of the last minutes came from {source}."
+    else:
+        text = "They come from many addresses: none sent a tenth of those of the last minutes."
+    if one.status == 401 and one.recent:
+        [(key, count)] = one.recent_keys().most_common(1) or [("", 0)]
+        if 2 * count < one.recent:
+            text += " Their keys differ."
+        elif key == NO_KEY:
+            text += " They sent no key."
+        else:
+            text += f" The SHA-256 hash of their key begins with {key}."
+    return text
+
+
+def _log(one: _Code) -> None:
+    window = one.current
+    [(source, count)] = window.sources.at_least().most_common(1) or [("", 0)]
+    fields: dict[str, object] = {
+        "status": one.status, "reason": one.code, "count": window.count, "source": source, "source_count": count,
+    }  # fmt: skip
+    if one.status == 401:
+        fields["key_sha256"], fields["key_count"] = (window.keys.at_least().most_common(1) or [("", 0)])[0]
+    write = log.warning if window.count >= MANY or one.code in _WARN else log.info
+    write(NAME, _ADVICE.get(one.code, _DEFAULT_ADVICE), **fields)
