@@ -77,7 +77,7 @@ static void remove_bytes(size_t at, size_t n) {
 
 static void change_once(void) {
     static const char *const interesting[] = {"\r\n", "\r\n\r\n", "\"", "\\", "\\u", "{", "}", "[", "]", ":", ",", " ", "\t",
-                                              "0", "1", "f", "\0", "\xff", "\x80", "\xf0\x9f\x98\x80", "chunked", "usage"};
+                                              "0", "1", "f", "\0", "000000000000000", "\xff", "\x80", "\xf0\x9f\x98\x80", "chunked", "usage"};
     size_t at = below(current_size + 1), left = current_size - at, n = 1 + below(left < 64 ? left : 64);
     uint8_t some[64];
     switch (below(8)) {

@@ -26,7 +26,7 @@ KERNEL = ROOT / "src" / "warmroute" / "_kernel"
 TARGETS = sorted(path.stem.removeprefix("fuzz_") for path in HERE.glob("fuzz_*.c"))
 SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 FLAGS = ["-O1", "-g", "-fno-omit-frame-pointer", "-Wall", "-Wextra", "-Werror", "-fvisibility=hidden"]
-MAX_BYTES = {"index": 512, "message_tokens": 1024, "recency": 512}
+MAX_BYTES = {"index": 512, "message_tokens": 1024, "recency": 512, "sockets": 512}
 """Each byte of these is an operation or a part of one."""
 OPTIONS = {
     "ASAN_OPTIONS": "detect_leaks=1:abort_on_error=1:detect_stack_use_after_return=1",

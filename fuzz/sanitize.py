@@ -52,7 +52,9 @@ FULL_RUNS = {
     "http_chunks": 2_000_000,
     "http_head": 2_500_000,
     "index": 700_000,
+    "message_tokens": 700_000,
     "recency": 700_000,
+    "sockets": 1_000_000,
     "usage": 2_500_000,
 }
 

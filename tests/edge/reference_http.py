@@ -274,6 +274,7 @@ def _read_response_head(data: bytes, end: int) -> ResponseHead:
 
 # Chunked bodies.
 
+MAX_SIZE_DIGITS: Final = 15
 _HEX: Final = rb"[0-9A-Fa-f]"
 _EXTENSION: Final = rb"[ \t]*;" + TEXT + rb"*"
 _SIZE_LINE: Final = re.compile(rb"(" + _HEX + rb"{1,15})(" + _EXTENSION + rb")?\r\n")
@@ -377,9 +378,13 @@ class ChunkReader:
         size = int(digits[0], 16)
         if digits[0] == self._line:
             # only zeros so far would end the body: one more digit makes it a chunk of one byte
+            if not size and len(digits[0]) == MAX_SIZE_DIGITS:
+                return None
             return self._filled(b"\r\n", size) if size else self._filled(b"1\r\n", 1)
         if not size:
             return None
+        if len(self._line) > MAX_LINE_BYTES and self._line[-1:] in b" \t" and b";" not in self._line:
+            return None  # no `;` may follow
         if self._line.endswith(b"\r"):
             return self._filled(b"\n", size)
         return self._filled(b"\r\n" if b";" in self._line else b";\r\n", size)

@@ -410,6 +410,28 @@ def test_the_rest_of_a_chunk_completes_it_wherever_it_was_cut(
     assert pieces[-1] == b"ok"
 
 
+@pytest.mark.parametrize("zeros", range(1, 16))
+@pytest.mark.parametrize("digits", [b"", b"1", b"0000", b"f"])
+@pytest.mark.parametrize("blanks", [0, 1, 2, 4079, 4080, 4081, 4090, 4094, 4095, 4096])
+def test_the_rest_of_a_chunk_is_well_formed_after_long_sizes(zeros: int, digits: bytes, blanks: int) -> None:
+    """A size has at most 15 digits, and a size line at most 4,096 bytes before its end."""
+    line = b"0" * zeros + digits + b" " * blanks
+    reader, reference = _kernel.ChunkReader(), reference_http.ChunkReader()
+    if feed_result(reader, line, []) == "bad":
+        return
+    assert feed_result(reference, line, []) == -1
+    rest = reader.padding_to_chunk_end()
+    assert rest == reference.padding_to_chunk_end()
+    if rest is not None:
+        pieces: list[bytes] = []
+        assert reader.feed(rest + b"2\r\nok\r\n0\r\n\r\n", pieces) >= 0
+        assert pieces[-1] == b"ok"
+    elif not blanks:
+        assert zeros + len(digits) == 15 and not int(line, 16), (
+            "no digit may follow, and the chunk would be the last one"
+        )
+
+
 # Usage.
 
 USAGE_PIECES = st.one_of(

@@ -244,6 +244,14 @@ def test_the_end_of_what_the_other_side_sends() -> None:
         await until(lambda: "eof" in two.events)
         two.transport.write(b"still here")
         assert await read(other, 10) == b"still here"
+        two.transport.resume_reading()
+        two.transport.pause_reading()
+        two.transport.resume_reading()
+        third, another = connected(plain)  # whose end comes after another one of the first would
+        another.shutdown(socket.SHUT_WR)
+        await until(lambda: "eof" in third.events)
+        another.close()
+        assert two.events.count("eof") == 1
         two.transport.close()
         await until(lambda: two.lost)
         other.close()

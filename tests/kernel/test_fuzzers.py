@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 FUZZ = Path(__file__).resolve().parents[2] / "fuzz"
-TARGETS = {"body_scan", "first_token", "http_chunks", "http_head", "index", "message_tokens", "recency", "usage"}
+TARGETS = {
+    "body_scan", "first_token", "http_chunks", "http_head", "index", "message_tokens", "recency", "sockets", "usage",
+}  # fmt: skip
 
 
 @pytest.mark.timeout(600)

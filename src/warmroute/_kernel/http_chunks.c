@@ -212,11 +212,15 @@ static PyObject *reader_padding_to_chunk_end(ChunkReader *self, PyObject *unused
             return PyBytes_FromStringAndSize("", 0);
         line_end = "\r\n";
         if (!left) { /* only zeros so far, which would end the message: make it a chunk of one byte */
+            if (self->at.line == MAX_SIZE_DIGITS)
+                Py_RETURN_NONE;
             line_end = "1\r\n";
             left = 1;
         }
         break;
     case SIZE_SPACE:
+        if (self->at.line == MAX_LINE_BYTES)
+            Py_RETURN_NONE;
         line_end = ";\r\n";
         break;
     case EXTENSION:

@@ -34,7 +34,7 @@ struct Transport {
     Transport *previous, *next; /* in the poller's list */
     int fd;                     /* -1 once closed */
     uint32_t events;            /* what epoll watches; 0 if the socket is not registered */
-    int reading, paused_writing, closing, ended, end_wanted, in_unsent;
+    int reading, at_end, paused_writing, closing, ended, end_wanted, in_unsent; /* at_end: the other end sends no more */
     PyObject *protocol, *data_received, *error;
     /* what is not sent yet: bytes objects, the first one from `sent` on */
     PyObject **pieces;

@@ -300,6 +300,7 @@ static int relay(Transport *t, PyObject *data) {
 
 static void received_end(Transport *t) {
     t->reading = 0;
+    t->at_end = 1;
     watch_as_needed(t);
     stop_relay(t);
     PyObject *result = PyObject_CallMethod(t->protocol, "eof_received", NULL);
@@ -369,7 +370,7 @@ static PyObject *transport_pause_reading(Transport *t, PyObject *unused) {
 
 static PyObject *transport_resume_reading(Transport *t, PyObject *unused) {
     (void)unused;
-    if (!t->closing && !t->reading) {
+    if (!t->closing && !t->reading && !t->at_end) {
         t->reading = 1;
         watch_as_needed(t);
     }
