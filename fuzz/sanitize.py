@@ -28,6 +28,7 @@ TESTS = [
     "tests/kernel/test_body_buffer.py",
     "tests/kernel/test_forwarded_heads.py",
     "tests/kernel/test_kernel_module.py",
+    "tests/kernel/test_response_tail.py",
     "tests/cluster/test_messages.py",
     "tests/cluster/test_peer_load.py",
     "tests/edge/test_broken_responses.py",

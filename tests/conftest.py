@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import trustme
 import uvloop
 from hypothesis import HealthCheck, settings
 
@@ -76,6 +75,8 @@ def _no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """`listen`: a table that turns TLS on. `trusting`: what clients need to trust the router."""
+    import trustme  # only here: the sanitizers' run would report what its libraries leak
+
     folder = tmp_path_factory.mktemp("tls")
     authority = trustme.CA()
     issued = authority.issue_cert("127.0.0.1", "localhost")

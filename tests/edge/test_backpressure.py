@@ -6,13 +6,15 @@ import asyncio
 import socket
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
-from support.engine_scripts import hanging, huge, normal, script
+from support.engine_scripts import SSE_HEAD, Behaviour, chunk, hanging, huge, normal, script
 from support.polling import until
-from support.raw_client import chat, get, post
+from support.raw_client import ConnectionClosed, RawConnection, chat, get, post
 from support.running_router import RunningRouter, router
-from support.scripted_engine import ScriptedEngine, engines
+from support.scripted_engine import ReceivedRequest, ScriptedEngine, engines
+from support.serve_process import serve
 
 from warmroute.config import Limits
 from warmroute.edge.api_keys import NO_RIGHTS, Rights
@@ -28,8 +30,8 @@ HELD_LIMIT = 2 * MB
 """The most that the router may buffer for one client: a socket's high-water mark and one read, with a margin."""
 
 
-def rss_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+def rss_bytes(process: int | str = "self") -> int:
+    return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * 4096
 
 
 def held_bytes(r: RunningRouter) -> int:
@@ -180,6 +182,120 @@ async def test_a_second_response_to_a_client_that_does_not_read_is_paused() -> N
         held = held_bytes(r)
         peer.disconnect()
         assert held < HELD_LIMIT
+
+
+# Clients that read nothing, many at once.
+
+
+async def unread_requests(port: int, count: int, **connect: Any) -> list[RawConnection]:
+    """Clients that send a request each, and do not read."""
+    peers = []
+    for _ in range(count):
+        peer = RawConnection(*await asyncio.open_connection("127.0.0.1", port, **connect))
+        peer.pause_reading()
+        peer.write(post())
+        peers.append(peer)
+    return peers
+
+
+def events(total_bytes: int) -> Behaviour:
+    """An event stream whose first event has content."""
+    rest = huge(total_bytes, sized=False)
+
+    async def play(engine: ScriptedEngine, received: ReceivedRequest, writer: asyncio.StreamWriter) -> None:
+        writer.write(SSE_HEAD + chunk(b'data: {"choices":[{"delta":{"content":"a"}}]}\n\n'))
+        await asyncio.sleep(0.05)
+        writer = NoHead(writer)  # type: ignore[assignment]
+        await rest(engine, received, writer)
+
+    return play
+
+
+class NoHead:
+    """A writer without the head of the response."""
+
+    def __init__(self, writer: asyncio.StreamWriter) -> None:
+        self._writer = writer
+        self.drain = writer.drain
+
+    def write(self, data: bytes) -> None:
+        if not data.startswith(b"HTTP/1.1"):
+            self._writer.write(data)
+
+
+@pytest.mark.parametrize("kind", ["sized", "chunked", "events"])
+async def test_a_client_that_does_not_read_takes_little_memory(
+    kind: str, encryption: dict[str, Any], tmp_path: Path
+) -> None:
+    """In a process of its own, whose memory is measured."""
+    count = 100
+    async with engines() as [engine]:
+        engine.behave = {
+            "sized": huge(100 * MB), "chunked": huge(100 * MB, sized=False), "events": events(100 * MB),
+        }[kind]  # fmt: skip
+        file = tmp_path / "router.toml"
+        listen = "".join(f'{name} = "{value}"\n' for name, value in encryption["listen"].items())
+        file.write_text(f'[listen]\nport = 0\n{listen}[admin]\nport = 0\n[[nodes]]\nurl = "{engine.url}"\n')
+        async with serve("--config", file) as router_process:
+            peers = await unread_requests(router_process.port, 1, **encryption["connect"])
+            await until(lambda: len(engine.seen) == 1)
+            before = rss_bytes(router_process.process.pid)
+            peers += await unread_requests(router_process.port, count, **encryption["connect"])
+            await until(lambda: len(engine.seen) == count + 1)
+            written, quiet_s = -1, time.monotonic()
+            while time.monotonic() - quiet_s < 1:
+                if (total := sum(seen.written for seen in engine.seen)) != written:
+                    written, quiet_s = total, time.monotonic()
+                await asyncio.sleep(0.05)
+            assert written < count * 50 * MB, "the node was not paused"
+            grown = rss_bytes(router_process.process.pid) - before
+            for peer in peers:
+                peer.disconnect()
+        print(f"{grown / count / 1000:.0f} KB for each client")
+        assert grown < count * (MB if encryption["connect"] else MB // 2)
+
+
+async def test_the_slowest_clients_go_when_too_much_is_unread(
+    encryption: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    limit = 2 * MB
+    async with engines() as [engine], router(engine, limits={"unread_bytes": limit}, listen=encryption["listen"]) as r:
+        listener = r.service.listener
+        engine.behave = huge(40 * MB, sized=False)
+        reader = await r.connect(**encryption["connect"])
+        reader.write(post())
+        reading = asyncio.ensure_future(reader.response())
+        peers: list[RawConnection] = []
+        for number in range(40):
+            peers += await unread_requests(r.port, 1, **encryption["connect"])
+            await until(lambda number=number: len(engine.seen) == number + 2)
+            assert listener.unread.bytes <= limit
+        assert (await reading).complete, "a client that reads stays"
+        await until(lambda: listener.too_slow >= 10)
+        await settled(engine)
+        assert 0 < listener.unread.bytes <= limit
+        page = b"".join(r.service.scrapes._render(False))
+        assert b"warmroute_clients_too_slow_total %d\n" % listener.too_slow in page
+        assert b"warmroute_client_unread_bytes %d\n" % listener.unread.bytes in page
+        [record] = [record for record in caplog.records if getattr(record, "event", "") == "slow_clients_disconnected"]
+        assert record.fields["limit_bytes"] == limit and record.fields["clients"] >= 1  # type: ignore[attr-defined]
+        assert r.service.counters.disconnects == listener.too_slow
+        gone, listener.unread.limit = listener.too_slow, 1 << 40
+        for peer in peers:
+            peer.resume_reading()
+
+        async def gets_all(peer: RawConnection) -> bool:
+            try:
+                return (await peer.response()).complete
+            except ConnectionClosed:
+                return False
+
+        ended = await asyncio.gather(*map(gets_all, peers))
+        assert ended.count(False) == gone == listener.too_slow
+        assert not any(ended[: gone - 5]) and all(ended[gone + 5 :]), "those that stopped reading first went first"
+        assert listener.unread.bytes == 0
+        for peer in peers:
+            peer.close()
 
 
 class LargeReplies:

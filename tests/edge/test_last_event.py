@@ -40,7 +40,7 @@ COMPLETED = b'event: response.completed\ndata: {"type":"response.completed"}\n\n
     ],
 )
 def test_the_last_event_is_recognized(pieces: list[bytes], complete: bool) -> None:
-    assert has_last_event(pieces) is complete
+    assert has_last_event(b"".join(pieces)) is complete
 
 
 @pytest.mark.parametrize(("events", "complete"), [((TOKEN, USAGE, DONE), True), ((TOKEN, USAGE), False)])

@@ -18,7 +18,7 @@ import pytest
 import uvloop
 from support.polling import until
 
-from warmroute._kernel import ChunkReader, SocketPoller, SocketTransport
+from warmroute._kernel import ChunkReader, SocketPoller, SocketTransport, UnreadBytes
 from warmroute.edge import plain_sockets
 from warmroute.edge.plain_sockets import PlainSockets
 
@@ -696,5 +696,111 @@ def test_connections_that_do_anything_whenever_they_are_called(seed: int) -> Non
             assert one.transport.get_write_buffer_size() == 0
             assert one.written.startswith(got)
             other.close()
+
+    run(test)
+
+
+# What clients have not read.
+
+
+def test_unread_bytes_are_the_memory_of_what_waits_and_return_to_zero() -> None:
+    async def test(plain: PlainSockets) -> None:
+        unread = UnreadBytes(1 << 40, lambda: None)
+        random = Random(5)
+        served = [connected(plain) for _ in range(4)]
+        for protocol, _ in served:
+            protocol.transport.count_unread(unread)
+        for _ in range(300):
+            protocol, other = random.choice(served)
+            if random.random() < 0.7:
+                protocol.transport.write(b"x" * random.choice([1, 300, 20_000, 400_000]))
+            with suppress(BlockingIOError):
+                other.recv(random.choice([100, 100_000, 1_000_000]))
+            await asyncio.sleep(0)
+            unsent = sum(protocol.transport.get_write_buffer_size() for protocol, _ in served)
+            assert unsent <= unread.bytes <= 2 * unsent + len(served) * 16_384
+        (gone, _), (left, other), *_ = served
+        gone.transport.abort()
+        while left.transport.get_write_buffer_size():
+            await read(other, 1)
+        for protocol, other in served[2:]:
+            other.close()
+            await until(lambda protocol=protocol: protocol.lost)
+        assert unread.bytes == 0 and unread.slowest() is None
+
+    run(test)
+
+
+def test_the_slowest_client_is_the_one_that_read_64_kb_the_longest_time_ago() -> None:
+    async def test(plain: PlainSockets) -> None:
+        unread = UnreadBytes(1 << 40, lambda: None)
+        served = [connected(plain) for _ in range(3)]
+        for protocol, _ in served:
+            protocol.transport.count_unread(unread)
+            protocol.transport.write(b"x" * 20_000_000)
+        (first, reads_much), (second, reads_little), (third, _) = served
+        assert unread.slowest() is first
+
+        async def read_until_sent(protocol: Recorder, other: socket.socket, count: int) -> None:
+            before = protocol.transport.get_write_buffer_size()
+            while before - protocol.transport.get_write_buffer_size() < count:
+                await read(other, 1)
+
+        await read_until_sent(first, reads_much, 65_536)
+        assert unread.slowest() is second
+        reads_little.recv(1000)
+        await asyncio.sleep(0.05)
+        assert unread.slowest() is second, "a byte now and then is not reading"
+        second.transport.abort()
+        assert unread.slowest() is third
+        third.transport.close()
+        assert unread.slowest() is third, "closed, but not all of it is sent"
+        third.transport.abort()
+        assert unread.slowest() is first
+        while first.transport.get_write_buffer_size():
+            await read(reads_much, 1)
+        assert unread.slowest() is None and unread.bytes == 0
+
+    run(test)
+
+
+def test_too_much_unread_is_reported_and_whoever_is_told_may_abort_any_transport() -> None:
+    async def test(plain: PlainSockets) -> None:
+        served: list[tuple[Recorder, socket.socket]] = []
+
+        def end_slowest() -> None:
+            while unread.bytes > unread.limit:
+                unread.slowest().transport.abort()
+
+        unread = UnreadBytes(30_000_000, end_slowest)
+        for _ in range(10):
+            served.append(connected(plain))
+            served[-1][0].transport.count_unread(unread)
+            served[-1][0].transport.write(b"x" * 16_000_000)
+            assert unread.bytes <= unread.limit
+        await asyncio.sleep(0.01)
+        lost = [bool(protocol.lost) for protocol, _ in served]
+        assert 0 < lost.count(False) <= 3 and lost == sorted(lost, reverse=True), "the first ones went first"
+        unread.limit = 1000
+        served[-1][0].transport.write(b"x" * 1_000_000)
+        await asyncio.sleep(0.01)
+        assert all(protocol.lost for protocol, _ in served) and unread.bytes == 0
+
+    run(test)
+
+
+def test_a_listener_may_raise_when_it_is_told_of_unread_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    raised: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda hook: raised.append(hook.exc_value))
+
+    async def test(plain: PlainSockets) -> None:
+        unread = UnreadBytes(0, lambda: 1 / 0)
+        protocol, other = connected(plain)
+        protocol.transport.count_unread(unread)
+        with pytest.raises(RuntimeError):
+            protocol.transport.count_unread(unread)
+        protocol.transport.write(b"x" * 20_000_000)
+        assert raised and not protocol.lost
+        assert len(await read(other, 100_000)) >= 100_000
 
     run(test)

@@ -18,6 +18,7 @@ from warmroute._kernel.message_tokens import *
 from warmroute._kernel.peer_load import *
 from warmroute._kernel.price import *
 from warmroute._kernel.recency import *
+from warmroute._kernel.response_tail import *
 from warmroute._kernel.routing_hash import *
 from warmroute._kernel.socket_poller import *
 from warmroute._kernel.traffic import *

@@ -49,6 +49,7 @@ int add_message_tokens(PyObject *module);
 int add_peer_load(PyObject *module);
 int add_prices(PyObject *module);
 int add_recency(PyObject *module);
+int add_response_tail(PyObject *module);
 int add_routing_hashes(PyObject *module);
 int add_socket_poller(PyObject *module);
 int add_traffic(PyObject *module);

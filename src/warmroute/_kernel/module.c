@@ -36,7 +36,7 @@ static int execute(PyObject *module) {
         add_constants, add_accounting, add_block_hashes, add_body_buffer, add_body_scan, add_capture_ids,
         add_digests, add_exit_deadline, add_http_heads, add_http_chunks, add_first_token, add_first_token_order, add_usage,
         add_recency, add_index, add_hits, add_prices, add_routing_hashes, add_message_tokens, add_peer_load, add_traffic,
-        add_socket_poller,
+        add_socket_poller, add_response_tail,
     };
     for (size_t i = 0; i < sizeof parts / sizeof *parts; i++)
         if (parts[i](module) < 0)

@@ -334,7 +334,8 @@ static PyTypeObject PollerType = {
 };
 
 int add_socket_poller(PyObject *module) {
-    if (add_type(module, "ListeningSocket", &ListeningSocketType) < 0 || add_type(module, "SocketTransport", &TransportType) < 0)
+    if (add_type(module, "ListeningSocket", &ListeningSocketType) < 0 || add_type(module, "SocketTransport", &TransportType) < 0 ||
+        add_type(module, "UnreadBytes", &UnreadBytesType) < 0)
         return -1;
     return add_type(module, "SocketPoller", &PollerType);
 }

@@ -28,6 +28,14 @@ typedef struct {
     char *buffer;    /* for the bytes of one read */
 } Poller;
 
+/* What clients have not read yet of the responses that were written to them: the memory of whole pieces. */
+typedef struct {
+    PyObject_HEAD
+    Py_ssize_t bytes, limit;
+    PyObject *on_excess; /* is called when there is more than the limit */
+    Transport *slowest, *quickest; /* the ends of the list of transports whose client has not read everything */
+} UnreadBytes;
+
 struct Transport {
     PyObject_HEAD
     Poller *poller;
@@ -40,13 +48,18 @@ struct Transport {
     PyObject **pieces;
     Py_ssize_t first, count, capacity, sent, unsent_bytes;
     Py_ssize_t high, low; /* above the one the protocol is paused, at the other one it is resumed */
+    /* for connections of clients */
+    UnreadBytes *unread; /* counts the pieces; NULL: nobody does */
+    Transport *slower, *quicker;
+    int behind;            /* it is in the list of `unread` */
+    Py_ssize_t read_bytes; /* what the client has read since it was put at the list's end */
     /* while chunks pass on to another connection without Python */
     Transport *relay_to;
     PyObject *relay_chunks, *relay_keep;
     double last_read_s;
 };
 
-extern PyTypeObject TransportType;
+extern PyTypeObject TransportType, UnreadBytesType;
 
 /* Create a transport for a connected socket, which it owns from then on, and call the protocol's `connection_made`. NULL with an
  * exception; then the socket is still the caller's. */

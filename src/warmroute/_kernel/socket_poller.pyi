@@ -56,5 +56,22 @@ class SocketTransport:
     def is_closing(self) -> bool: ...
     def get_extra_info(self, name: str, default: object = None, /) -> Any:
         """Return `peername` or `sockname`."""
+    def count_unread(self, unread: UnreadBytes, /) -> None:
+        """Count what is written from now on until the other side has read it. Once, before the first write."""
     def reset_on_close(self) -> None:
         """Close with a TCP reset, later."""
+
+class UnreadBytes:
+    """What the clients of a listener have not read, in bytes of memory: pieces that are partly sent count whole."""
+
+    bytes: int
+    """Read only."""
+    limit: int
+
+    def __new__(cls, limit: int, on_excess: Callable[[], object]) -> UnreadBytes:
+        """`on_excess` is called, perhaps often, while there is more than the limit."""
+    def slowest(self) -> Any:
+        """Return the protocol of the counted transport whose client read 64 KB, or had read all, the longest time ago;
+        None if all clients have read everything."""
+    def add(self, change: int, /) -> None:
+        """Count bytes that something else than a SocketTransport holds; a negative number: they are read."""

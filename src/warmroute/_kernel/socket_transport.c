@@ -6,6 +6,8 @@
  * - `connection_lost` is never called from within a method of the transport: the poller calls it, after the current events.
  * - A relay passes the chunks of a response to another transport without a call of Python, until something happens that is not
  *   the next piece of a well-formed body: its end, a malformed chunk, the end of the connection. The protocol then gets it.
+ * - What the clients of a listener have not read is counted in whole pieces, since a piece stays in memory until all of it is sent.
+ *   Of a large piece that is half sent, only the rest is kept.
  */
 #include "socket_poller.h"
 
@@ -23,12 +25,75 @@
 #define PIECES_AT_ONCE 64
 #define HIGH_WATER_BYTES 65536
 #define LOW_WATER_BYTES 16384
+#define LARGE_PIECE_BYTES 16384
+#define READ_STEP_BYTES 65536 /* the slowest client is the one that read this much the longest time ago */
+
+/* ---- What clients have not read ---- */
+
+static void count_unread(Transport *t, Py_ssize_t change) {
+    if (t->unread)
+        t->unread->bytes += change;
+}
+
+static void leave_behind(Transport *t) {
+    if (!t->behind)
+        return;
+    *(t->slower ? &t->slower->quicker : &t->unread->slowest) = t->quicker;
+    *(t->quicker ? &t->quicker->slower : &t->unread->quickest) = t->slower;
+    t->slower = t->quicker = NULL;
+    t->behind = 0;
+}
+
+/* The client has not read everything, and nothing more can be sent: order the clients by when they last read much. */
+static void is_behind(Transport *t, Py_ssize_t sent) {
+    UnreadBytes *unread = t->unread;
+    t->read_bytes += sent;
+    if (t->behind && t->read_bytes < READ_STEP_BYTES)
+        return;
+    leave_behind(t);
+    t->read_bytes = 0;
+    t->behind = 1;
+    t->slower = unread->quickest;
+    *(t->slower ? &t->slower->quicker : &unread->slowest) = t;
+    unread->quickest = t;
+}
+
+/* Keeps only the rest of a large piece that is half sent. Without memory for that, all of it stays. */
+static void shorten_first(Transport *t) {
+    PyObject *piece = t->pieces[t->first];
+    Py_ssize_t size = PyBytes_GET_SIZE(piece);
+    if (size <= LARGE_PIECE_BYTES || t->sent <= size / 2)
+        return;
+    PyObject *rest = PyBytes_FromStringAndSize(PyBytes_AS_STRING(piece) + t->sent, size - t->sent);
+    if (!rest) {
+        PyErr_Clear();
+        return;
+    }
+    count_unread(t, -t->sent);
+    t->pieces[t->first] = rest;
+    t->sent = 0;
+    Py_DECREF(piece);
+}
+
+/* Lets the listener disconnect clients if they have left too much unread, perhaps this one. */
+static void check_unread(Transport *t) {
+    UnreadBytes *unread = t->unread;
+    if (!unread || unread->bytes <= unread->limit || !unread->on_excess)
+        return;
+    PyObject *result = PyObject_CallNoArgs(unread->on_excess);
+    if (!result)
+        PyErr_WriteUnraisable(unread->on_excess);
+    Py_XDECREF(result);
+}
 
 /* ---- The end of a connection ---- */
 
 static void drop_pieces(Transport *t) {
-    for (Py_ssize_t i = 0; i < t->count; i++)
+    leave_behind(t);
+    for (Py_ssize_t i = 0; i < t->count; i++) {
+        count_unread(t, -PyBytes_GET_SIZE(t->pieces[t->first + i]));
         Py_DECREF(t->pieces[t->first + i]);
+    }
     t->first = t->count = t->sent = t->unsent_bytes = 0;
 }
 
@@ -110,6 +175,7 @@ static void sent(Transport *t, Py_ssize_t bytes) {
         t->sent = 0;
         t->count--;
         t->first = t->count ? t->first + 1 : 0;
+        count_unread(t, -PyBytes_GET_SIZE(piece));
         Py_DECREF(piece);
     }
 }
@@ -135,6 +201,7 @@ static void pause_protocol(Transport *t) {
 }
 
 void transport_flush(Transport *t) {
+    Py_ssize_t before = t->unsent_bytes;
     while (t->count && !t->ended) {
         ssize_t n = send_some(t);
         if (n >= 0)
@@ -148,6 +215,15 @@ void transport_flush(Transport *t) {
     }
     if (t->ended)
         return;
+    if (t->count && t->unread) {
+        shorten_first(t);
+        is_behind(t, before - t->unsent_bytes);
+        check_unread(t);
+        if (t->ended)
+            return;
+    } else {
+        leave_behind(t);
+    }
     if (!t->count && t->closing) {
         end(t);
         return;
@@ -187,6 +263,7 @@ static int add_piece(Transport *t, PyObject *piece) {
     }
     t->pieces[t->first + t->count++] = piece;
     t->unsent_bytes += PyBytes_GET_SIZE(piece);
+    count_unread(t, PyBytes_GET_SIZE(piece));
     return 0;
 }
 
@@ -195,7 +272,8 @@ static int send_soon(Transport *t) {
     if (t->in_unsent)
         return 0;
     if (t->events & EPOLLOUT) { /* the socket takes nothing now */
-        if (!t->paused_writing && t->unsent_bytes > t->high)
+        check_unread(t);
+        if (!t->ended && !t->paused_writing && t->unsent_bytes > t->high)
             pause_protocol(t);
         return 0;
     }
@@ -503,6 +581,17 @@ static PyObject *transport_get_extra_info(Transport *t, PyObject *const *args, P
     return Py_NewRef(n == 2 ? args[1] : Py_None);
 }
 
+static PyObject *transport_count_unread(Transport *t, PyObject *unread) {
+    if (check_type(unread, &UnreadBytesType) < 0)
+        return NULL;
+    if (t->unread || t->count) {
+        PyErr_SetString(PyExc_RuntimeError, "a transport is counted once, before its first write");
+        return NULL;
+    }
+    t->unread = (UnreadBytes *)Py_NewRef(unread);
+    Py_RETURN_NONE;
+}
+
 static PyObject *transport_reset_on_close(Transport *t, PyObject *unused) {
     (void)unused;
     struct linger none = {.l_onoff = 1, .l_linger = 0};
@@ -553,6 +642,7 @@ PyObject *transport_open(Poller *poller, int fd, PyObject *protocol) {
 
 static int transport_traverse(Transport *t, visitproc visit, void *arg) {
     Py_VISIT(t->poller);
+    Py_VISIT(t->unread);
     Py_VISIT(t->protocol);
     Py_VISIT(t->data_received);
     Py_VISIT(t->error);
@@ -575,6 +665,7 @@ static void transport_dealloc(Transport *t) {
     transport_clear(t);
     drop_pieces(t);
     PyMem_Free(t->pieces);
+    Py_CLEAR(t->unread);
     Py_CLEAR(t->poller);
     Py_TYPE(t)->tp_free((PyObject *)t);
 }
@@ -595,6 +686,7 @@ static PyMethodDef transport_methods[] = {
     {"abort", (PyCFunction)transport_abort, METH_NOARGS, "Close the connection now."},
     {"is_closing", (PyCFunction)transport_is_closing, METH_NOARGS, "Return whether the connection is closed or will be."},
     {"get_extra_info", FAST(transport_get_extra_info), "Return `peername` or `sockname`."},
+    {"count_unread", (PyCFunction)transport_count_unread, METH_O, "Count what the client has not read."},
     {"reset_on_close", (PyCFunction)transport_reset_on_close, METH_NOARGS, "Close with a TCP reset."},
     NO_METHOD};
 
@@ -612,4 +704,74 @@ PyTypeObject TransportType = {
     .tp_clear = (inquiry)transport_clear,
     .tp_methods = transport_methods,
     .tp_members = transport_members,
+};
+
+/* ---- UnreadBytes ---- */
+
+static PyObject *unread_slowest(UnreadBytes *u, PyObject *unused) {
+    (void)unused;
+    PyObject *protocol = u->slowest ? u->slowest->protocol : NULL;
+    return Py_NewRef(protocol ? protocol : Py_None);
+}
+
+static PyObject *unread_add(UnreadBytes *u, PyObject *change) {
+    Py_ssize_t bytes;
+    if (as_size(change, &bytes) < 0)
+        return NULL;
+    u->bytes += bytes;
+    Py_RETURN_NONE;
+}
+
+static PyObject *unread_new(PyTypeObject *type, PyObject *args, PyObject *named) {
+    static char *names[] = {"limit", "on_excess", NULL};
+    Py_ssize_t limit;
+    PyObject *on_excess;
+    if (!PyArg_ParseTupleAndKeywords(args, named, "nO", names, &limit, &on_excess))
+        return NULL;
+    UnreadBytes *u = (UnreadBytes *)type->tp_alloc(type, 0);
+    if (u) {
+        u->limit = limit;
+        u->on_excess = Py_NewRef(on_excess);
+    }
+    return (PyObject *)u;
+}
+
+static int unread_traverse(UnreadBytes *u, visitproc visit, void *arg) {
+    Py_VISIT(u->on_excess);
+    return 0;
+}
+
+static int unread_clear(UnreadBytes *u) {
+    Py_CLEAR(u->on_excess);
+    return 0;
+}
+
+/* Every transport in the list owns a reference, so the list is empty. */
+static void unread_dealloc(UnreadBytes *u) {
+    PyObject_GC_UnTrack(u);
+    unread_clear(u);
+    Py_TYPE(u)->tp_free((PyObject *)u);
+}
+
+static PyMethodDef unread_methods[] = {
+    {"slowest", (PyCFunction)unread_slowest, METH_NOARGS, "Return the protocol whose client has read least recently."},
+    {"add", (PyCFunction)unread_add, METH_O, "Count bytes that others hold."},
+    NO_METHOD};
+
+static PyMemberDef unread_members[] = {
+    {"bytes", T_PYSSIZET, offsetof(UnreadBytes, bytes), READONLY, "What clients have not read."},
+    {"limit", T_PYSSIZET, offsetof(UnreadBytes, limit), 0, "With more than this, `on_excess` is called."},
+    NO_MEMBER};
+
+PyTypeObject UnreadBytesType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = MODULE "UnreadBytes",
+    .tp_doc = "What the clients of a listener have not read.",
+    .tp_basicsize = sizeof(UnreadBytes),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .tp_new = unread_new,
+    .tp_dealloc = (destructor)unread_dealloc,
+    .tp_traverse = (traverseproc)unread_traverse,
+    .tp_clear = (inquiry)unread_clear,
+    .tp_methods = unread_methods,
+    .tp_members = unread_members,
 };

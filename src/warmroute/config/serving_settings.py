@@ -60,6 +60,13 @@ class Limits(Section, frozen=True):
     buffered_bytes: Annotated[
         Bytes, Meta(description="Maximum memory for all request bodies together. Above: 503 for further requests.")
     ] = 2_147_483_648
+    unread_bytes: Annotated[
+        Bytes,
+        Meta(
+            description="Maximum memory for what clients have not read of their responses. Above: the router "
+            "disconnects the slowest clients."
+        ),
+    ] = 1_073_741_824
     connections: Annotated[
         Count,
         Meta(

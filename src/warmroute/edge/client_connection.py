@@ -11,6 +11,7 @@ import re
 import socket
 import struct
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from warmroute._kernel import SocketTransport, read_request_head
@@ -43,11 +44,26 @@ _KEEP_ALIVE_LINE: Final = b"Connection: keep-alive\r\n"
 _CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 _MAX_PIPELINED_BYTES: Final = 524_288
 """How much of the next requests a connection buffers during a response."""
+_HIGH_WATER_BYTES: Final = 65_536
+"""With TLS, a response is paused when OpenSSL holds this much for the client. The connection below it holds as much
+again, and OpenSSL's buffer is up to twice as large as what is in it."""
+_TLS_PIECE_BYTES: Final = 32_768
 _RESET: Final = struct.pack("ii", 1, 0)
 _CR: Final = 13
 _LINGER_S: Final = 2.0
 _TLS_HANDSHAKE: Final = 22
 """The first byte of a TLS connection. No HTTP method begins with it."""
+
+
+def _write_in_pieces(write: Callable[[Any], object], data: bytes) -> None:
+    """Write to a TLS connection. OpenSSL's buffer stays as large as the largest write while a connection lives."""
+    if len(data) <= _TLS_PIECE_BYTES:
+        write(data)
+        return
+    rest = memoryview(data)
+    while rest:
+        write(rest[:_TLS_PIECE_BYTES])
+        rest = rest[_TLS_PIECE_BYTES:]
 
 
 class ClientConnection:
@@ -97,6 +113,11 @@ class ClientConnection:
         self.transport = transport
         self.write = self.transport.write
         listener = self._listener
+        if isinstance(transport, SocketTransport):
+            transport.count_unread(listener.unread)
+        else:
+            self.transport.set_write_buffer_limits(_HIGH_WATER_BYTES)
+            self.write = partial(_write_in_pieces, self.transport.write)
         peer = transport.get_extra_info("peername")
         self.peer = peer[0].encode() if isinstance(peer, tuple) else b""
         if not listener.connection_made(self):
@@ -132,6 +153,8 @@ class ClientConnection:
     def pause_writing(self) -> None:
         self.paused = True
         self._arm_stall_timeout()
+        if not isinstance(self.transport, SocketTransport):
+            asyncio.get_running_loop().call_soon(self._count_unread)  # with the rest of what is being written
         if self._state == AWAITING_HEAD:  # the last response was written in this iteration of the event loop
             self._state = FLUSHING
         elif self._exchange is not None:
@@ -139,11 +162,17 @@ class ClientConnection:
 
     def resume_writing(self) -> None:
         self.paused = False
+        if not isinstance(self.transport, SocketTransport):
+            self._listener.read_again(self)
         if self._state == FLUSHING:
             self._safely(self._await_request)
         elif self._exchange is not None:
             self.deadline_s = NEVER
             self._safely(self._exchange.resume_response)
+
+    def _count_unread(self) -> None:
+        if self.paused and self in self._listener.connections:
+            self._listener.stall(self, 2 * self.transport.get_write_buffer_size() + _HIGH_WATER_BYTES)
 
     def _arm_stall_timeout(self) -> None:
         self._unread_bytes = self.transport.get_write_buffer_size()
@@ -170,6 +199,12 @@ class ClientConnection:
 
     def abort(self) -> None:
         self.transport.abort()
+
+    def too_slow(self) -> None:
+        """Disconnect at once: what this client has not read takes the memory of others. A reset also frees what the
+        system holds for it, and no client takes it for the end of a response."""
+        self._reset_on_close()
+        self.abort()
 
     def cut_off(self) -> None:
         """End the current request: the router stops."""

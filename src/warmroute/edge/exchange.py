@@ -7,17 +7,16 @@ connection to the node. A response that breaks off is ended so that no client ta
 from __future__ import annotations
 
 import re
-from collections import deque
 from collections.abc import Callable
 from random import getrandbits
 from typing import TYPE_CHECKING, Final
 
-from warmroute._kernel import Outline, read_usage
+from warmroute._kernel import USAGE_TAIL_BYTES, Outline, ResponseTail, read_usage
 from warmroute.edge import errors
 from warmroute.edge.connection_pool import ConnectionPool
 from warmroute.edge.first_token import FirstTokenDetector, detector_for
 from warmroute.edge.http1 import CHUNKED, UNTIL_CLOSE, ChunkReader, RequestHead, ResponseHead
-from warmroute.edge.last_event import has_last_event
+from warmroute.edge.last_event import MAX_TAIL_BYTES, has_last_event
 from warmroute.edge.node_attempt import NodeAttempt
 from warmroute.edge.node_connection import ConnectFailure, NodeConnection
 from warmroute.edge.node_headers import names_node, node_lines
@@ -39,8 +38,6 @@ if TYPE_CHECKING:
     from warmroute.edge.prompt_reader import PendingPrompt
     from warmroute.edge.proxy import Proxy
 
-TAIL_PIECES: Final = 8
-"""Pieces kept from the end of a response: the usage, the [DONE] after it and the last chunk's end may come apart."""
 _NODE_LIMITS: Final = re.compile(rb"(?im)^x-ratelimit-[^\r\n]*\r\n")
 """Rate limits of a node, which the router replaces with its own where the tenant has some."""
 
@@ -73,8 +70,8 @@ class ProxyExchange:
     _events: bool = False
     _keep_alive: bool = True
     _dechunk: ChunkReader | None = None
-    _tail: deque[bytes] | bytes | None
-    """The last pieces of the response, or all of it, where its usage is wanted."""
+    _tail: ResponseTail | bytes | None
+    """The end of the response, or all of it, where its usage is wanted."""
     _first_token_detector: FirstTokenDetector
     _sink: Callable[[bytes], object]
     """Where the body goes once its first token was found."""
@@ -261,8 +258,9 @@ class ProxyExchange:
             if whole:
                 self._tail = first
             else:
-                self._tail = deque((first,), TAIL_PIECES)
-                write = self._keeping_tail(write, self._tail)
+                self._tail = tail = ResponseTail(MAX_TAIL_BYTES if self._events else USAGE_TAIL_BYTES)
+                tail.keep(first)
+                write = self._keeping_tail(write, tail)
         detector = detector_for(head) if self._events else None
         if detector is None or detector.feed(first):
             attempts.first_token(now_s)
@@ -285,12 +283,12 @@ class ProxyExchange:
     def _relay(self, attempt: NodeAttempt) -> None:
         """The rest of the response's chunks needs nothing but to be passed on."""
         if attempt.connection is not None and self._dechunk is None:
-            keep = self._tail.append if isinstance(self._tail, deque) else None
+            keep = self._tail.keep if isinstance(self._tail, ResponseTail) else None
             attempt.connection.relay(self._client.transport, keep)
 
     @staticmethod
-    def _keeping_tail(write: Callable[[bytes], object], tail: deque[bytes]) -> Callable[[bytes], object]:
-        keep = tail.append
+    def _keeping_tail(write: Callable[[bytes], object], tail: ResponseTail) -> Callable[[bytes], object]:
+        keep = tail.keep
 
         def write_and_keep(data: bytes) -> None:
             keep(data)
@@ -318,7 +316,7 @@ class ProxyExchange:
         proxy, attempts, tail = self._proxy, self.attempts, self._tail
         usage = None
         if tail is not None:
-            usage = read_usage(tail if isinstance(tail, bytes) else b"".join(tail))
+            usage = read_usage(tail if isinstance(tail, bytes) else tail.join())
             if usage is not None:
                 usage = attempts.ticket.node.reported.usage(*usage)
         attempts.response_ended(usage, now_s)
@@ -380,7 +378,7 @@ class ProxyExchange:
         self._proxy.client_left(self)
 
     def has_last_event(self) -> bool:
-        return self._events and isinstance(self._tail, deque) and has_last_event(self._tail)
+        return self._events and isinstance(self._tail, ResponseTail) and has_last_event(self._tail.join())
 
     def response_complete(self) -> None:
         self._end_response(self._proxy.now())

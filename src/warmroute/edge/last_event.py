@@ -6,7 +6,6 @@ OpenAI's Python client does so after `[DONE]`, without waiting for the end of th
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from typing import Final
 
 _LAST: Final = re.compile(
@@ -16,6 +15,7 @@ _LAST: Final = re.compile(
 """What follows may be an empty line, and the framing of chunks."""
 _MARKERS: Final = (b"[DONE]", b"message_stop", b"response.completed", b"response.incomplete", b"response.failed")
 MAX_TAIL_BYTES: Final = 65_536
+"""How much of a stream's end is kept for the search."""
 
 
 def may_end(piece: bytes) -> bool:
@@ -23,6 +23,6 @@ def may_end(piece: bytes) -> bool:
     return any(marker in piece for marker in _MARKERS)
 
 
-def has_last_event(pieces: Iterable[bytes]) -> bool:
-    """`pieces`: the end of a response's body."""
-    return _LAST.search(b"".join(pieces)[-MAX_TAIL_BYTES:]) is not None
+def has_last_event(tail: bytes) -> bool:
+    """`tail`: the end of a response's body."""
+    return _LAST.search(tail) is not None

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
+from warmroute._kernel import UnreadBytes
 from warmroute.config import Limits
 from warmroute.edge.api_keys import Rights
 from warmroute.edge.client_connection import ClientConnection
 from warmroute.edge.errors import HttpError
 from warmroute.edge.http1 import RequestHead
-from warmroute.edge.timer_wheel import TimerWheel
+from warmroute.edge.timer_wheel import NEVER, TimerWheel
+from warmroute.event_log import EventLog
+from warmroute.telemetry import metric_definitions as metrics
+from warmroute.telemetry.exposition import Page
+
+log = EventLog("warmroute.edge")
+
+LOG_PAUSE_S: Final = 10.0
+"""Shortest time between two log records of clients that were too slow."""
 
 
 class Exchange(Protocol):
@@ -63,6 +72,15 @@ class Listener:
         """Connections whose client waits for its 401."""
         self.limits = limits
         self.timers = timers
+        self.unread = UnreadBytes(limits.unread_bytes, self.unread_limit_reached)
+        """What clients have not read of their responses."""
+        self.stalled: dict[ClientConnection, int] = {}
+        """Clients that do not read and whose bytes the event loop holds, not the kernel: those with TLS. The one that
+        stopped reading first is the first; how much it has not read."""
+        self.too_slow = 0
+        """Clients that were disconnected because of `limits.unread_bytes`."""
+        self._too_slow_logged = 0
+        self._log_again_s = -NEVER
         self.connections: set[ClientConnection] = set()
         self.without_request: dict[ClientConnection, None] = {}
         """Connections that have not sent the head of a request yet, the oldest first."""
@@ -114,11 +132,51 @@ class Listener:
     def connection_closed(self, client: ClientConnection) -> None:
         self.connections.discard(client)
         self.without_request.pop(client, None)
+        if self.stalled:
+            self.read_again(client)
         self._count_changed()
         if self._empty is not None and not self.connections:
             self._empty.set()
         if self.on_closed is not None:
             self.on_closed()
+
+    def add_metrics(self, page: Page) -> None:
+        page[metrics.CLIENT_UNREAD].add(self.unread.bytes)
+        page[metrics.CLIENTS_TOO_SLOW].add(self.too_slow)
+
+    # Clients that do not read.
+
+    def stall(self, client: ClientConnection, unread_bytes: int) -> None:
+        """Count what a client has not read, where the kernel does not."""
+        self.read_again(client)
+        self.stalled[client] = unread_bytes
+        self.unread.add(unread_bytes)
+        if self.unread.bytes > self.unread.limit:
+            self.unread_limit_reached()
+
+    def read_again(self, client: ClientConnection) -> None:
+        """A client has read what `stall` counted, or has left."""
+        self.unread.add(-self.stalled.pop(client, 0))
+
+    def unread_limit_reached(self) -> None:
+        """Disconnect the slowest clients until the others have left no more than `limits.unread_bytes` unread."""
+        unread = self.unread
+        while unread.bytes > unread.limit:
+            client: ClientConnection | None = unread.slowest() or next(iter(self.stalled), None)
+            if client is None:
+                break
+            self.too_slow += 1
+            client.too_slow()
+            self.read_again(client)
+        now_s = self.timers.now()
+        if self.too_slow > self._too_slow_logged and now_s >= self._log_again_s:
+            log.warning(
+                "slow_clients_disconnected",
+                "Clients have left more than limits.unread_bytes of their responses unread. The slowest ones go first.",
+                clients=self.too_slow - self._too_slow_logged,
+                limit_bytes=unread.limit,
+            )
+            self._too_slow_logged, self._log_again_s = self.too_slow, now_s + LOG_PAUSE_S
 
     def cut_off_all(self) -> None:
         """End all requests with an error: the router stops."""

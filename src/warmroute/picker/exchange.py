@@ -7,16 +7,14 @@ response, the end of the stream is the end of the response, and nothing else is 
 
 from __future__ import annotations
 
-from collections import deque
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from warmroute._kernel import FirstTokenSearch, read_usage
+from warmroute._kernel import FirstTokenSearch, ResponseTail, read_usage
 from warmroute.edge import errors
-from warmroute.edge.exchange import TAIL_PIECES
 from warmroute.edge.http1 import RequestHead
-from warmroute.edge.last_event import has_last_event, may_end
+from warmroute.edge.last_event import MAX_TAIL_BYTES, has_last_event, may_end
 from warmroute.edge.node_headers import names_node, node_headers
 from warmroute.fleet.node import Node, Outcome
 from warmroute.prompt.prompt import Prompt
@@ -51,7 +49,7 @@ class PickerExchange(msgspec.Struct, eq=False):
     """Whether Envoy has the request."""
     _is_event_stream: bool = False
     _first_token_search: FirstTokenSearch | None = None
-    _tail: deque[bytes] | None = None
+    _tail: ResponseTail | None = None
     """The last pieces of the response, where its usage is wanted."""
 
     # Before a node is chosen.
@@ -166,7 +164,7 @@ class PickerExchange(msgspec.Struct, eq=False):
         if not sees_body:
             return
         if attempts.wants_usage:
-            self._tail = deque(maxlen=TAIL_PIECES)
+            self._tail = ResponseTail(MAX_TAIL_BYTES)
         if is_event_stream and attempts.status < 400:
             self._is_event_stream = True
             self._first_token_search = FirstTokenSearch()
@@ -176,7 +174,7 @@ class PickerExchange(msgspec.Struct, eq=False):
         if attempts.done or not attempts.answering or not data:
             return
         if self._tail is not None:
-            self._tail.append(data)
+            self._tail.keep(data)
         if not attempts.ticket.first_token_s:
             search = self._first_token_search
             if search is None or search.feed(data):
@@ -191,7 +189,7 @@ class PickerExchange(msgspec.Struct, eq=False):
             return
         usage = None
         if self._tail is not None:
-            usage = read_usage(b"".join(self._tail))
+            usage = read_usage(self._tail.join())
             if usage is not None:
                 usage = attempts.ticket.node.reported.usage(*usage)
         attempts.response_ended(usage, proxy.now())
@@ -218,7 +216,7 @@ class PickerExchange(msgspec.Struct, eq=False):
         self._proxy.client_left(self)
 
     def has_last_event(self) -> bool:
-        return self._tail is not None and has_last_event(self._tail)
+        return self._tail is not None and has_last_event(self._tail.join())
 
     def response_complete(self) -> None:
         self.response_ended()

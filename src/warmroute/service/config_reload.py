@@ -76,6 +76,7 @@ class ConfigReload:
     def _apply(self, config: Config, before: Config) -> tuple[int, int]:
         service = self._service
         service.clients.limits = service.admin_listener.limits = config.limits
+        service.listener.unread.limit = service.admin_listener.unread.limit = config.limits.unread_bytes
         routes_changed = config.routes != before.routes
         if config.routing != before.routing or config.price != before.price or routes_changed:
             service.router.reconfigure(config.routing, config.price, config.routes)

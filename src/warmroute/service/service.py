@@ -195,6 +195,7 @@ class Service:
                 DiscoveryMetrics(self.discovery.stats),
                 ClusterMetrics(lambda: self.member.figures() if self.member is not None else None),
                 InferencePoolMetrics(self.fleet, lambda: self.admission.queue.waiting, lambda: pool_name(self)),
+                self.listener.add_metrics,
                 add_process_metrics,
             ),
         )

@@ -120,6 +120,12 @@ SPLIT_REQUESTS: Final = _counter(
 )
 CLIENT_CONNECTIONS: Final = _gauge("client_connections", "Open client connections.")
 CLIENT_CONNECTIONS_ACCEPTED: Final = _counter("client_connections_accepted", "Accepted client connections.")
+CLIENT_UNREAD: Final = _gauge(
+    "client_unread_bytes", "Memory for what clients have not read of their responses; `limits.unread_bytes` limits it."
+)
+CLIENTS_TOO_SLOW: Final = _counter(
+    "clients_too_slow", "Clients that the router disconnected because `limits.unread_bytes` was reached."
+)
 NODE_CONNECTIONS_STALE: Final = _counter(
     "node_connections_stale", "Requests sent again because the node had closed the kept-alive connection."
 )

@@ -279,6 +279,7 @@ class Supervisor:
             log_rejected(error)
         else:
             self._admin_listener.limits = self.config.limits
+            self._admin_listener.unread.limit = self.config.limits.unread_bytes
         try:
             status, body, missing = await self.admin.reload_workers()
         finally:
