@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import resource
 import socket
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -52,11 +55,80 @@ async def test_a_tls_client_that_still_sends_can_read_its_413(certificate: dict[
         assert (await peer.response()).status == 413
 
 
-async def test_plain_http_on_a_tls_listener_fails_without_effect_on_others(certificate: dict[str, Any]) -> None:
-    async with engines() as [engine], router(engine, listen=certificate["listen"], check_leaks=False) as r:
-        peer = await r.connect()
-        peer.write(get("/health"))
-        assert b"200 OK" not in await peer.rest()
+@pytest.mark.parametrize("unix", [False, True], ids=["tcp", "unix"])
+async def test_plain_http_on_a_tls_listener_gets_an_answer_and_a_line_in_the_log(
+    certificate: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture, unix: bool
+) -> None:
+    caplog.set_level("INFO")
+    path = tmp_path / "router.sock"
+    listen = certificate["listen"] | ({"unix_socket": str(path)} if unix else {})
+    async with engines() as [engine], router(engine, listen=listen) as r:
+
+        async def connect(**more: Any) -> RawConnection:
+            if not unix:
+                return await r.connect(**more)
+            if more:
+                more["server_hostname"] = "localhost"
+            peer = RawConnection(*await asyncio.open_unix_connection(path, **more))
+            r.peers.append(peer)
+            return peer
+
+        for request in (get("/health"), b"G", post(b"x" * 300_000)):
+            peer = await connect()
+            peer.write(request)
+            response = await peer.response()
+            assert response.status == 400 and response.error["code"] == "http_on_tls_port"
+            assert "https://" in response.error["message"] and await peer.rest() == b""
+        good = await connect(ssl=certificate["trusting"])
+        good.write(get("/health"))
+        assert (await good.response()).status == 200
+        r.service.alerts.update(time.monotonic())
+        [line] = [record for record in caplog.records if "http_on_tls_port" in record.getMessage()]
+        assert line.levelname == "WARNING"
+        assert ("count=3 source=" + ('"unix socket" ' if unix else "127.0.0.1 ")) in line.getMessage()
+        assert "Clients speak plain HTTP on the port where the router speaks TLS." in line.getMessage()
+        assert r.service.counters.errors[400, "http_on_tls_port"] == 3
+    assert not path.exists()
+
+
+async def test_silent_and_strange_clients_of_a_tls_listener_hold_nothing(certificate: dict[str, Any]) -> None:
+    open_files = lambda: len(os.listdir("/proc/self/fd"))  # noqa: E731
+    limits = {"header_timeout_s": 0.3}
+    async with engines() as [engine], router(engine, listen=certificate["listen"], limits=limits) as r:
+        before = open_files()
+        strange = [b"", b"\x16", b"\x16\x03\x01\x00\x05hello", b"\x00" * 100, b"\x80\x2e\x01", b"\xff" * 9]
+        peers = [await r.connect() for _ in range(6 * len(strange))]
+        for number, peer in enumerate(peers):
+            peer.write(strange[number % len(strange)])
+        for number in range(30):
+            gone = await r.connect()
+            gone.write(b"GET / HT" * (number % 3))
+            gone.disconnect()
+        good = await r.connect(ssl=certificate["trusting"])
+        good.write(post())
+        assert (await good.response()).status == 200
+        for peer in peers:
+            with suppress(ConnectionError):
+                await peer.rest()  # the router closes it
+            peer.disconnect()
+        good.close()
+        await until(lambda: open_files() <= before + 4, "connections are left")
+        assert not r.loop_errors
+
+
+async def test_a_tls_listener_without_files_goes_on_when_it_has_some(
+    certificate: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    async with engines() as [engine], router(engine, listen=certificate["listen"]) as r:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        waiting = socket.create_connection(("127.0.0.1", r.port))
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) - 1, hard))
+            await until(lambda: "accept_failed" in caplog.text)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            waiting.close()
+        assert caplog.text.count("accept_failed") == 1
         good = await r.connect(ssl=certificate["trusting"])
         good.write(get("/health"))
         assert (await good.response()).status == 200

@@ -14,7 +14,7 @@ from typing import Any
 
 from support.engine_scripts import DONE, SSE_HEAD, chunk, script, sse_event
 from support.polling import until
-from support.raw_client import post
+from support.raw_client import RawConnection, get, post
 from support.scripted_engine import ScriptedEngine, engines
 from support.serve_process import ServeProcess, serve
 
@@ -189,6 +189,26 @@ async def test_the_list_of_alerts_is_that_of_one_router(tmp_path: Path) -> None:
         assert (found[0]["name"], found[0]["source"], found[0]["ended"]) == ("client_errors", "127.0.0.1", None)
         assert found[0]["title"] == "300 requests were rejected with 404 (not_found)"
         assert [alert["id"] for alert in found] == ["client_errors 404 not_found", "no_node"]
+
+
+async def test_plain_http_on_the_tls_port_of_workers_gets_an_answer(
+    tmp_path: Path, certificate: dict[str, Any]
+) -> None:
+    listen = certificate["listen"]
+    file = tmp_path / "router.toml"
+    file.write_text(f'[listen]\ntls_cert = "{listen["tls_cert"]}"\ntls_key = "{listen["tls_key"]}"\n')
+    async with serve("--config", file, "--workers", "2", "--port", "0", "--admin-port", "0") as router:
+        await until(lambda: sum("worker_ready" in line for line in router.lines) == 2, "", PATIENCE_S)
+        for _ in range(4):
+            response = await router.request()
+            assert response.status == 400 and response.error["code"] == "http_on_tls_port"
+            peer = RawConnection(
+                *await asyncio.open_connection("127.0.0.1", router.port, ssl=certificate["trusting"])
+            )  # fmt: skip
+            peer.write(get("/health"))
+            assert (await peer.response()).status == 200
+            peer.close()
+        await until(lambda: router.logged("reason=http_on_tls_port count="), "", PATIENCE_S)
 
 
 async def test_a_worker_that_hangs_holds_up_neither_the_admin_api_nor_clients_nor_the_end(tmp_path: Path) -> None:

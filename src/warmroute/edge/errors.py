@@ -73,6 +73,11 @@ def bad_request(message: str) -> HttpError:
     return HttpError(400, message, code="bad_request", close=True)
 
 
+def http_on_tls_port() -> HttpError:
+    message = "This port speaks TLS, and the request came as plain HTTP. Use a URL that begins with https://."
+    return HttpError(400, message, code="http_on_tls_port", close=True)
+
+
 def tls_on_plain_port() -> HttpError:
     message = "This port speaks plain HTTP, and the client began TLS. Use a URL that begins with http://."
     return HttpError(400, message, code="tls_on_plain_port", close=True)

@@ -11,12 +11,12 @@ import stat
 from typing import Any, Final, Protocol
 
 from warmroute.config import ConfigError, Limits
+from warmroute.edge.listener import Listener as ClientListener
 from warmroute.edge.plain_sockets import PlainSockets, Server
+from warmroute.edge.tls_sockets import TLS_SHUTDOWN_S, TlsServer
 
 BACKLOG: Final = 4096
 """Connections that the kernel holds until the router accepts them."""
-TLS_SHUTDOWN_S: Final = 1.0
-"""How long a closing TLS connection waits for the client's close_notify. Pooling clients never send it."""
 
 
 class Listener(Protocol):
@@ -46,6 +46,8 @@ async def listen_tcp(
     loop = asyncio.get_running_loop()
     options = _options(listener, tls)
     try:
+        if tls is not None and isinstance(listener, ClientListener):
+            return TlsServer(listener, _bind(host, port), tls)
         if plain is not None and tls is None:
             return plain.listen(listener.protocol, _bind(host, port))
         if host == "::":  # one socket for IPv4 and IPv6, which asyncio does not create by itself
@@ -62,6 +64,8 @@ async def listen_inherited(
     inherited.setblocking(False)
     if plain is not None and tls is None:
         return plain.listen(listener.protocol, [inherited])
+    if tls is not None and isinstance(listener, ClientListener):
+        return TlsServer(listener, [inherited], tls)
     options = _options(listener, tls)
     loop = asyncio.get_running_loop()
     if inherited.family == socket.AF_UNIX:
@@ -149,6 +153,8 @@ async def listen_unix(
     """Replaces a socket file that no process listens on any more. Raises ConfigError if the path is unusable."""
     if plain is not None and tls is None:
         return plain.listen(listener.protocol, [open_unix_socket(path)], path)
+    if tls is not None and isinstance(listener, ClientListener):
+        return TlsServer(listener, [open_unix_socket(path)], tls, path)
     loop = asyncio.get_running_loop()
     _remove_stale_socket(path)
     try:

@@ -26,13 +26,13 @@ NAME: Final = "client_errors"
 """Of the alert and of the line in the log."""
 NO_KEY: Final = "none"
 COMMON: Final = (
-    (400, "bad_request"), (400, "malformed_json"), (400, "tls_on_plain_port"),
+    (400, "bad_request"), (400, "http_on_tls_port"), (400, "malformed_json"), (400, "tls_on_plain_port"),
     (401, "invalid_api_key"), (404, "model_not_found"), (404, "not_found"), (413, "request_too_large"),
     (415, "unsupported_content_encoding"), (415, "unsupported_media_type"),
 )  # fmt: skip
 """Status and code of errors that are on the metrics page from the start: Prometheus sees no rate of a counter whose
 first sample is that of a storm."""
-_WARN: Final = frozenset({"invalid_api_key", "tls_on_plain_port"})
+_WARN: Final = frozenset({"invalid_api_key", "http_on_tls_port", "tls_on_plain_port"})
 """Codes that are warnings in the log however few they are: somebody's configuration is wrong."""
 _ADVICE: Final = {
     "invalid_api_key": "Compare the beginning of the key's hash with sha256 in [[keys]]; `warmroute hash-key` prints "
@@ -44,6 +44,8 @@ _ADVICE: Final = {
     "unsupported_media_type": "Clients send bodies that are no JSON in UTF-8, or say so. They need "
     "`Content-Type: application/json`.",
     "unsupported_content_encoding": "Clients send compressed bodies, which the router does not read.",
+    "http_on_tls_port": "Clients speak plain HTTP on the port where the router speaks TLS. Give them a URL that "
+    "begins with https://.",
     "tls_on_plain_port": "Clients speak TLS on the port where the router speaks plain HTTP. Give them a URL that "
     "begins with http://, or set listen.tls_cert and listen.tls_key.",
     "request_timeout": "Clients begin a request and do not finish it in time (limits.header_timeout_s, "

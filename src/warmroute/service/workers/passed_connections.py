@@ -12,11 +12,11 @@ import socket
 import ssl
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 from warmroute.edge.listener import Listener
-from warmroute.edge.listening_sockets import TLS_SHUTDOWN_S
 from warmroute.edge.plain_sockets import PlainSockets
+from warmroute.edge.tls_sockets import open_tls
 from warmroute.event_log import EventLog
 
 log = EventLog("warmroute.service")
@@ -148,10 +148,7 @@ class PassedConnections:
         self._passing.setblocking(False)
         self._listener = listener
         self._plain = plain if tls is None else None
-        self._options: dict[str, Any] = {"ssl": tls}
-        if tls is not None:
-            timeout_s = listener.limits.header_timeout_s
-            self._options |= {"ssl_handshake_timeout": timeout_s, "ssl_shutdown_timeout": TLS_SHUTDOWN_S}
+        self._tls = tls
         self._opening: set[asyncio.Task[None]] = set()
         self.received = 0
         asyncio.get_running_loop().add_reader(self._passing, self._receive)
@@ -195,13 +192,16 @@ class PassedConnections:
             connection.close()
 
     async def _open(self, connection: socket.socket) -> None:
+        """Serve a connection with TLS, or where the event loop serves all connections."""
+        if self._tls is not None:
+            await open_tls(self._listener, connection, self._tls)
+            return
         try:
             connection.setblocking(False)
             if connection.family != socket.AF_UNIX:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            loop = asyncio.get_running_loop()
-            await loop.connect_accepted_socket(self._listener.protocol, connection, **self._options)
-        except (OSError, ssl.SSLError, asyncio.CancelledError):  # the client left, or its TLS handshake failed
+            await asyncio.get_running_loop().connect_accepted_socket(self._listener.protocol, connection)
+        except (OSError, asyncio.CancelledError):  # the client left
             connection.close()
 
     def _opened(self, task: asyncio.Task[None]) -> None:
