@@ -30,8 +30,8 @@ class Router:
     def remove_node(self, name: str) -> Node:
         return self.fleet.remove(name)
 
-    def drain_node(self, name: str, draining: bool) -> Node:
-        return self.fleet.drain(name, draining)
+    def drain_node(self, name: str, draining: bool, by_hand: bool = False) -> Node:
+        return self.fleet.drain(name, draining, by_hand)
 
     def set_role(self, name: str, role: Role) -> Node:
         return self.fleet.set_role(name, role)
@@ -92,7 +92,7 @@ def test_all_processes_end_with_the_same_nodes(seed: int) -> None:
 
 def test_a_change_counts_for_a_node_that_appears_later_or_again() -> None:
     a, b = Router("a"), Router("b")
-    a.shared.drain_node("c0", True)
+    a.shared.drain("c0", True)
     a.fleet.reconfigure([NodeConfig(url="http://c0:1", name="c0"), NodeConfig(url="http://c1:1", name="c1")], Health())
     a.shared.remove_node("c1")
     b.shared.merge(a.shared.take_unpublished())
@@ -206,3 +206,30 @@ def test_a_changed_configuration_reaches_all_processes_and_no_node_of_a_file() -
     late = Router("d")
     late.shared.merge_stored(a.stored.values())
     assert late.fleet.node("n0").config.gpu == "B200"
+
+
+def test_only_an_operator_ends_a_drain_by_hand() -> None:
+    a, b = Router("a"), Router("b")
+    a.shared.drain_node("c0", True)
+    a.shared.drain("c0", True)
+    b.shared.merge(a.shared.take_unpublished())
+    for router in (a, b):
+        router.shared.drain("c0", False)  # the autoscaler
+        router.fleet.drain("c0", False)  # discovery
+        assert router.nodes == {"c0": True}
+    a.shared.merge(b.shared.take_unpublished())
+    assert a.nodes == {"c0": True}
+    b.shared.drain_node("c0", False)
+    a.shared.merge(b.shared.take_unpublished())
+    assert a.nodes == b.nodes == {"c0": False}
+
+
+def test_a_register_without_what_the_autoscaler_did_becomes_whole_again() -> None:
+    a, b = Router("a"), Router("b")
+    a.shared.add_node(NodeConfig(url="http://n0:1", name="n0"))
+    a.shared.drain_node("n0", True)
+    b.shared.restore([msgspec.structs.replace(change, config=b"") for change in a.shared.changes])
+    assert "n0" not in b.nodes and b.shared.digest != a.shared.digest
+    a.shared.merge(b.shared.changes)
+    b.shared.merge(a.shared.changes)
+    assert b.shared.digest == a.shared.digest and b.nodes == a.nodes

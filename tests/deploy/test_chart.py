@@ -69,6 +69,8 @@ def test_values_become_a_configuration_that_the_router_accepts(tmp_path: Path) -
     assert not [one for one in found if "s3cret" in str(one) and one["kind"] != "Secret"]
     assert config_of(render(engines__podSelector="")).discovery == ()
     assert "ClusterRole" not in {one["kind"] for one in render(readNodes="false")}
+    assert config.state.config_map == "r-warmroute-state"
+    assert "r-warmroute-state" not in str(render(state__enabled="false"))
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,11 @@ def test_the_routers_pod(name: str) -> None:
     assert pod["serviceAccountName"] == account
     assert all(one["subjects"][0]["name"] == account for one in found if one["kind"].endswith("RoleBinding"))
     selector = find(found, "Deployment")["spec"]["selector"]["matchLabels"]
+    maps = [one["metadata"]["name"] for one in found if one["kind"] == "ConfigMap"]
+    assert config.state.config_map in maps and config.state.config_map != find(found, "ConfigMap")["metadata"]["name"]
+    rules = [one for one in find(found, "Role")["rules"] if one["resources"] == ["configmaps"]]
+    assert [one["resourceNames"] for one in rules] == [[config.state.config_map]]
+    assert rules[0]["verbs"] == ["get", "patch"]
     services = [one for one in found if one["kind"] == "Service"]
     assert len(services) == 2 and all(one["spec"]["selector"] == selector for one in services)
     assert find(found, "PodDisruptionBudget")["spec"]["selector"]["matchLabels"] == selector

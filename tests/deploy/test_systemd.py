@@ -200,7 +200,9 @@ def test_the_unit_starts_commands_that_exist_and_waits_for_running_requests() ->
         program, *arguments = shlex.split(service[key])
         assert program.endswith("/warmroute") and create_parser().parse_args(arguments)
     assert create_parser().parse_args(["check-config", str(UNITS / "warmroute.toml")])
-    assert load(UNITS / "warmroute.toml").discovery[0].kind == "file"
+    sample = load(UNITS / "warmroute.toml")
+    assert sample.discovery[0].kind == "file"
+    assert sample.state.directory == f"/var/lib/{service['StateDirectory']}"
     shutdown = Config().shutdown
     assert float(service["TimeoutStopSec"]) > shutdown.deadline_s + shutdown.delay_s
     assert service["Type"] == "notify" and service["DynamicUser"] == "yes"

@@ -18,7 +18,7 @@ from msgspec import Meta
 
 from warmroute._kernel import check_first_tokens, check_load_rows
 
-VERSION: Final = 7
+VERSION: Final = 8
 """Changes with the meaning of a field, and with the fields of `NodeChange`, of which peers compare digests. A process
 ignores messages of other versions."""
 PUBLISH_S: Final = 0.02
@@ -73,6 +73,21 @@ class NodeChange(msgspec.Struct, frozen=True, array_like=True):
     draining: bool
     role: Literal["", "mixed", "prefill", "decode"] = ""
     """Empty for that of its configuration."""
+    drained_by_hand: bool = False
+    """An operator drained it, and only an operator ends that."""
+    added_by_hand: bool = False
+    """An operator added it, and not the autoscaler."""
+
+    @property
+    def by_hand(self) -> bool:
+        """Whether it contains anything that has to outlive all processes: the autoscaler finds its nodes again."""
+        return not self.removed and (self.drained_by_hand or self.added_by_hand or bool(self.role))
+
+    def is_later_than(self, other: NodeChange | None) -> bool:
+        """Whether this one counts. One that was restored can lack what the autoscaler did, which the other one has."""
+        if other is None or (self.version, self.sender) != (other.version, other.sender):
+            return other is None or (self.version, self.sender) > (other.version, other.sender)
+        return msgspec.msgpack.encode(self) > msgspec.msgpack.encode(other)
 
 
 class Demand(msgspec.Struct, frozen=True, array_like=True):

@@ -4,10 +4,11 @@ last change of each node, which every process holds whole.
 A change gets the next version after all those that its process knows. Of two changes of one node the higher version
 counts, then the sender with the higher name, so all processes end with the same register, in whatever order messages
 arrive. Each message carries a digest of its sender's register; a process that sees another digest publishes its whole
-register. So a lost message, a partition or a new process needs nothing else. The register is also stored in Redis, for
-the time when all processes have ended.
+register. So a lost message, a partition or a new process needs nothing else. For the time when all processes have
+ended, the register is also stored in Redis, and what operators did in a file or a ConfigMap (service/node_state.py).
 
-A role of the register lasts until the node's configured role changes: the process that sees it clears the role.
+A role of the register lasts until the node's configured role changes: the process that sees it clears the role. For a
+node that the configuration lists, the configuration wins, except over a drain by hand.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from typing import Final, Literal, NamedTuple, Protocol
 import msgspec
 
 from warmroute.cluster.messages import MAX_CHANGES, MAX_NODE_BYTES, NodeChange
-from warmroute.config import ConfigError, NodeConfig, parse_section
+from warmroute.config import ConfigError, NodeConfig, canonical_address, parse_section
+from warmroute.config.contradictions import same_engine
 from warmroute.config.node_settings import Role
 from warmroute.event_log import EventLog
 from warmroute.fleet.fleet import Fleet, NameTaken, UnknownNode
@@ -36,7 +38,7 @@ class NodeOperations(Protocol):
 
     def add_node(self, config: NodeConfig) -> Node: ...
     def remove_node(self, name: str) -> Node: ...
-    def drain_node(self, name: str, draining: bool) -> Node: ...
+    def drain_node(self, name: str, draining: bool, by_hand: bool = False) -> Node: ...
     def set_role(self, name: str, role: Role) -> Node: ...
 
 
@@ -53,13 +55,16 @@ class Applied(NamedTuple):
 class SharedNodes:
     """The operations of the admin API and of the autoscaler: each applies here, and then in all other processes."""
 
-    def __init__(self, fleet: Fleet, operations: NodeOperations) -> None:
+    def __init__(self, fleet: Fleet, operations: NodeOperations, version: int = 0) -> None:
+        """`version`: above those of processes before, also if their register is not known yet."""
         self._fleet = fleet
         self._operations = operations
         self._sender = ""
         self._on_change: Callable[[NodeChange], object] | None = None
+        self.keep: Callable[[NodeChange], object] | None = None
+        """Keeps each change, also of other processes, for the next start."""
         self._changes: dict[str, NodeChange] = {}
-        self._version = 0
+        self._version = version
         self.digest = 0
         self._unpublished: dict[str, NodeChange] = {}
         self._repeated_s = -1e9
@@ -78,9 +83,15 @@ class SharedNodes:
     # Changes of this process.
 
     def add_node(self, config: NodeConfig) -> Node:
-        """Raises ConfigError or NameTaken."""
+        """Add a node of the autoscaler. Raises ConfigError or NameTaken."""
         node = self._operations.add_node(config)
         self._record(node, msgspec.json.encode(config))
+        return node
+
+    def add_by_hand(self, config: NodeConfig) -> Node:
+        """Add a node of an operator. Raises ConfigError or NameTaken."""
+        node = self._operations.add_node(config)
+        self._record(node, msgspec.json.encode(config), added_by_hand=True)
         return node
 
     def update_node(self, name: str, config: NodeConfig) -> Node:
@@ -101,8 +112,8 @@ class SharedNodes:
         return node
 
     def drain_node(self, name: str, draining: bool) -> Node:
-        """Raises UnknownNode."""
-        node = self._operations.drain_node(name, draining)
+        """Drain by hand, or end it. Raises UnknownNode."""
+        node = self._operations.drain_node(name, draining, by_hand=True)
         self._record_state(node)
         return node
 
@@ -113,31 +124,91 @@ class SharedNodes:
         return node
 
     def drain(self, name: str, draining: bool = True) -> Node:
-        """Drain like `drain_node`, for the autoscaler, which logs it otherwise. Raises UnknownNode."""
+        """Drain for the autoscaler, which logs it otherwise. It does not end a drain by hand. Raises UnknownNode."""
         node = self._fleet.drain(name, draining)
         self._record_state(node)
         return node
 
     def _record_state(self, node: Node) -> None:
         known = self._changes.get(node.name)
-        self._record(node, known.config if known is not None and not known.removed else b"")
+        if known is None or known.removed:
+            self._record(node)
+        else:
+            self._record(node, known.config, added_by_hand=known.added_by_hand)
 
-    def _record(self, node: Node, config: bytes = b"", removed: bool = False) -> None:
-        if self._on_change is None:
-            return
+    def _record(self, node: Node, config: bytes = b"", removed: bool = False, added_by_hand: bool = False) -> None:
         if len(config) > MAX_NODE_BYTES:
             log.warning("node_change_failed", "Other routers do not get it.", node=node.name, reason="it is too long")
             return
         draining = node.draining and not removed
         role: Role | Literal[""] = node.role if node.role != node.config.role and not removed else ""
-        self._publish(NodeChange(node.name, self._version + 1, self._sender, config, removed, draining, role))
+        by_hand = node.drained_by_hand and not removed
+        self._publish(
+            NodeChange(
+                node.name, self._version + 1, self._sender, config, removed, draining, role, by_hand, added_by_hand
+            )
+        )
 
     def _publish(self, change: NodeChange) -> None:
         self._keep(change)
         self._applied[change.name] = self._applied_now(change)
-        self._unpublished[change.name] = change
         if self._on_change is not None:
+            self._unpublished[change.name] = change
             self._on_change(change)
+
+    # The configuration, sources, and the start.
+
+    def restore(self, changes: Iterable[NodeChange]) -> None:
+        """Take over what operators did before this process started. The nodes of the configuration are in the fleet."""
+        for change in changes:
+            if change.is_later_than(self._changes.get(change.name)):
+                self._keep(change)
+        self.drop_configured()
+        names = {canonical_address(node.url): node.name for node in self._fleet}
+        for node in self._fleet:
+            self.joined(node)
+        for change in self.changes:
+            if change.added_by_hand and self._fleet.find(change.name) is None:
+                self._add_restored(change, names)
+            self._applied[change.name] = self._applied_now(change)
+
+    def _add_restored(self, change: NodeChange, names: dict[tuple[str, int], str]) -> None:
+        """`names`: of the nodes that the configuration lists, by address."""
+        try:
+            config = parse_section(NodeConfig, msgspec.json.decode(change.config))
+            if first := names.get(canonical_address(config.url)):
+                self._forget_added(change)
+                raise ConfigError(same_engine(first, change.name, config.url))
+            self._operations.add_node(config)
+        except (ConfigError, NameTaken, msgspec.DecodeError) as error:
+            log.warning("node_change_failed", "An operator added it before.", node=change.name, reason=error)
+
+    def joined(self, node: Node) -> None:
+        """A node of the configuration or of a source has joined the fleet: drain it if an operator drained a node of
+        this name, and give it the role that an operator gave it, unless the configuration names one."""
+        change = self._changes.get(node.name)
+        if change is None or change.removed:
+            return
+        if change.drained_by_hand and not node.drained_by_hand:
+            self._operations.drain_node(node.name, True, by_hand=True)
+        if change.role and change.role != node.role and not self.configured_role(node):
+            self._operations.set_role(node.name, change.role)
+
+    def configured_role(self, node: Node) -> str:
+        """Return the role that the configuration names for a node that it lists; empty if it names none."""
+        return node.config.role if self._fleet.is_configured(node.name) and node.config.role != "mixed" else ""
+
+    def drop_configured(self) -> None:
+        """Forget how an operator added nodes that the configuration lists now. Drains and roles stay."""
+        for change in self.changes:
+            if change.added_by_hand and self._fleet.is_configured(change.name):
+                self._forget_added(change)
+
+    def _forget_added(self, change: NodeChange) -> None:
+        version = self._version + 1
+        self._publish(
+            msgspec.structs.replace(change, version=version, sender=self._sender, config=b"", added_by_hand=False)
+        )
 
     # Changes of others.
 
@@ -145,7 +216,7 @@ class SharedNodes:
         """Take over the changes that are later than those known here."""
         for change in changes:
             known = self._changes.get(change.name)
-            if known is None or (change.version, change.sender) > (known.version, known.sender):
+            if change.is_later_than(known):
                 self._keep(change)
                 self._apply(change, known.config if known is not None else b"")
 
@@ -194,7 +265,7 @@ class SharedNodes:
 
     def _keep(self, change: NodeChange) -> None:
         if change.name not in self._changes and len(self._changes) >= MAX_CHANGES:
-            oldest = min(self._changes.values(), key=lambda one: (not one.removed, one.version))
+            oldest = min(self._changes.values(), key=lambda one: (not one.removed, one.by_hand, one.version))
             self._forget(oldest)
         known = self._changes.get(change.name)
         if known is not None:
@@ -202,6 +273,8 @@ class SharedNodes:
         self._changes[change.name] = change
         self.digest ^= _digest(change)
         self._version = max(self._version, change.version)
+        if self.keep is not None:
+            self.keep(change)
 
     def _forget(self, change: NodeChange) -> None:
         del self._changes[change.name]
@@ -228,6 +301,8 @@ class SharedNodes:
                     self._fleet.update_config(node, config)
             if not change.removed and self._number(name):
                 node = self._fleet.node(name)
+                if node.drained_by_hand != change.drained_by_hand:
+                    operations.drain_node(name, change.drained_by_hand, by_hand=True)
                 if node.draining != change.draining:
                     operations.drain_node(name, change.draining)
                 role = change.role or node.config.role

@@ -30,7 +30,7 @@ from warmroute.config.scaling_settings import (
     ScalingReplay,
 )
 from warmroute.config.section import ConfigError, PolicyName, Section, describe_keys, parse_section
-from warmroute.config.serving_settings import Admin, KeyConfig, Limits, Listen, Log, Shutdown, Startup
+from warmroute.config.serving_settings import Admin, KeyConfig, Limits, Listen, Log, Shutdown, Startup, State
 from warmroute.config.tracing_settings import Tracing
 from warmroute.config.upstream_settings import Health, Hedging, OutlierDetection, Polling, Upstream
 
@@ -77,6 +77,7 @@ __all__ = [
     "Section",
     "Shutdown",
     "Startup",
+    "State",
     "Tracing",
     "Upstream",
     "canonical_address",

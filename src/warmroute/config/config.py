@@ -24,7 +24,7 @@ from warmroute.config.route_settings import RouteConfig
 from warmroute.config.routing_settings import Admission, Index, Pricing, Routing
 from warmroute.config.scaling_settings import Scaling
 from warmroute.config.section import ConfigError, Section, convert_section, find_problems, keys_of, section_of
-from warmroute.config.serving_settings import Admin, KeyConfig, Limits, Listen, Log, Shutdown, Startup
+from warmroute.config.serving_settings import Admin, KeyConfig, Limits, Listen, Log, Shutdown, Startup, State
 from warmroute.config.tracing_settings import Tracing
 from warmroute.config.upstream_settings import Health, Hedging, OutlierDetection, Polling, Upstream
 
@@ -54,6 +54,7 @@ class Config(Section, frozen=True):
     tracing: Tracing = Tracing()
     scaling: Scaling = Scaling()
     cluster: Cluster = Cluster()
+    state: State = State()
     startup: Startup = Startup()
     shutdown: Shutdown = Shutdown()
     nodes: tuple[NodeConfig, ...] = ()
@@ -145,7 +146,7 @@ def check(config: Config) -> None:
 
 RESTART_KEYS: Final = (
     "listen.host", "listen.port", "listen.unix_socket", "listen.tls_cert", "listen.tls_key", "admin", "cluster",
-    "provisioners", "scaling.enabled", "scaling.lock_file", "scaling.keda_host", "scaling.keda_port",
+    "state", "provisioners", "scaling.enabled", "scaling.lock_file", "scaling.keda_host", "scaling.keda_port",
     "scaling.replay.enabled", "index.memory_bytes", "prompts.threads", "startup",
     "tracing.enabled", "tracing.endpoint", "tracing.headers_env", "tracing.service_name",
     "picker.host", "picker.port", "picker.tls_cert", "picker.tls_key", "picker.tls_client_ca",

@@ -42,8 +42,14 @@ def contradictions(config: Config) -> Iterator[str]:
     yield from tracing_problems(config.tracing)
     yield from cluster_problems(config.cluster)
     yield from picker_problems(config.picker)
+    yield from _state_problems(config)
     if config.cluster.url and config.scaling.lock_file:
         yield "scaling.lock_file and cluster.url are both set: replicas elect the one that scales; remove the lock file"
+
+
+def _state_problems(config: Config) -> Iterator[str]:
+    if config.state.directory and config.state.config_map:
+        yield "state.directory and state.config_map are both set: the router keeps operators' changes in one of them"
 
 
 def _listener_problems(config: Config) -> Iterator[str]:

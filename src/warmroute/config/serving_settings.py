@@ -105,6 +105,28 @@ class Log(Section, frozen=True):
     ] = False
 
 
+class State(Section, frozen=True):
+    """Where the router keeps what operators did through the admin API, for its next start: drains, roles and nodes that
+    they added. Without it, a restart loses them."""
+
+    directory: Annotated[
+        str,
+        Meta(
+            description="Directory for the file `node-changes.json`. The router creates it. Each router needs its own "
+            "one, except replicas that share their state (`[cluster]`)."
+        ),
+    ] = ""
+    config_map: Annotated[
+        str,
+        Meta(
+            max_length=253,
+            pattern="^([a-z0-9]([-a-z0-9.]*[a-z0-9])?)?$",
+            description="Name of a ConfigMap in the Pod's namespace, to use instead of a directory on Kubernetes. It "
+            "must exist, and the Pod's service account must be allowed to `get` and `patch` it.",
+        ),
+    ] = ""
+
+
 class Startup(Section, frozen=True):
     """What happens at the start."""
 

@@ -43,6 +43,7 @@ class _NewRole(msgspec.Struct):
     role: Role
 
 
+_DRAINED: Final = ("it gets no new requests", "an operator drained it: it gets no new requests")
 _any: Final = msgspec.json.Decoder()
 _new_role: Final = msgspec.json.Decoder(_NewRole)
 
@@ -69,8 +70,9 @@ class Operations(Protocol):
     def describe_cluster(self) -> dict[str, Any]: ...
     def describe_alerts(self) -> dict[str, Any]: ...
     def describe_discovery(self) -> list[dict[str, Any]]: ...
-    async def confirm_changes(self) -> dict[str, Any] | None:
-        """Wait until other replicas know the changes of nodes. Return who does; None without replicas."""
+    async def confirm_changes(self, node: Node) -> dict[str, Any]:
+        """Wait until the change of this node is kept for the next start, and other replicas know it. Return whether it
+        is, and who does."""
 
 
 class AdminApi:
@@ -182,10 +184,10 @@ class AdminApi:
                 )
 
     async def _reply_changed(self, responder: Responder, status: int, node: Node) -> None:
-        """Reply once other replicas know the change: then none of them sends a drained node another request."""
+        """Reply once the change is kept, and other replicas know it: then none of them sends a drained node another
+        request."""
         description = describe_node(node)
-        replicas = await self._operations.confirm_changes()
-        _reply(responder, status, description if replicas is None else description | {"replicas": replicas})
+        _reply(responder, status, description | await self._operations.confirm_changes(node))
 
     def _may_show_text(self, request: Request) -> bool:
         """Return whether the request asks for the text of prompts. Raises HttpError if the admin API has no token."""
@@ -295,7 +297,7 @@ def describe_node(node: Node) -> dict[str, Any]:
         "distance_ms": round(node.distance_ms, 3),
         "lora_adapters": list(node.loaded_adapters),
         "state": "draining" if node.draining else health.state.value,
-        "reason": "it gets no new requests" if node.draining else health.reason,
+        "reason": _DRAINED[node.drained_by_hand] if node.draining else health.reason,
         "requests_in_flight": node.inflight,
         "other_requests": node.other_load,
         "engine_running": node.running,

@@ -109,10 +109,13 @@ class Fleet:
         self.islands.remove(node)
         return node
 
-    def drain(self, name: str, draining: bool = True) -> Node:
-        """Send no new requests to a node. Running ones finish."""
+    def drain(self, name: str, draining: bool = True, by_hand: bool = False) -> Node:
+        """Send no new requests to a node, or send it requests again. Running ones finish. Only an operator ends a drain
+        `by_hand`: discovery and the autoscaler do not."""
         node = self.node(name)
-        node.draining = draining
+        if by_hand:
+            node.drained_by_hand = draining
+        node.draining = draining or node.drained_by_hand
         for group in node.groups:
             self._members_changed(group)
         return node
@@ -149,6 +152,10 @@ class Fleet:
         self._regroup(node)
         for on_change in self._config_observers:
             on_change(node)
+
+    def is_configured(self, name: str) -> bool:
+        """Whether the configuration lists this node."""
+        return name in self._configured
 
     def observe_config(self, on_change: Callable[[Node], None]) -> None:
         """Call `on_change` after each change of a node's configuration: by a reload, a source or the autoscaler."""

@@ -52,11 +52,11 @@ class Node(NodeState):
 
     speed: NodeSpeed
     __slots__ = (
-        "adapter_names", "api_key_env", "blocked_until_s", "busy_until_s", "config", "context_windows", "draining",
-        "engine", "engine_undetected", "excused_failures", "groups", "health", "host", "incarnation", "island",
-        "kv_connector", "last_progress_s", "loaded_adapters", "model_cards", "models", "no_transfer_until_s",
-        "number", "port", "rates", "recent_requests", "reported", "role", "running", "scheme", "seed",
-        "transfer_tokens", "url", "waiting", "whole_answers",
+        "adapter_names", "api_key_env", "blocked_until_s", "busy_until_s", "config", "context_windows",
+        "drained_by_hand", "draining", "engine", "engine_undetected", "excused_failures", "groups", "health", "host",
+        "incarnation", "island", "kv_connector", "last_progress_s", "loaded_adapters", "model_cards", "models",
+        "no_transfer_until_s", "number", "port", "rates", "recent_requests", "reported", "role", "running", "scheme",
+        "seed", "transfer_tokens", "url", "waiting", "whole_answers",
     )  # fmt: skip
 
     def __init__(self, config: NodeConfig, health: HealthConfig, adapters: FleetAdapters | None = None) -> None:
@@ -101,6 +101,8 @@ class Node(NodeState):
         # Health, and load as last polled.
         self.health = Health(health)
         self.draining = False
+        self.drained_by_hand = False
+        """An operator drained it, and only an operator ends that."""
         self.recent_requests = RecentRequests()
         self.excused_failures = 0
         """Failed requests that failed on every other node, too."""

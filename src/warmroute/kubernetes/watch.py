@@ -58,6 +58,16 @@ async def get_object(client: httpx2.AsyncClient, path: str) -> Object:
     return _decode(await _get(client, path, {}), dict)
 
 
+async def patch_object(client: httpx2.AsyncClient, path: str, patch: Object) -> None:
+    """Merge a patch into an object. Raises ApiFailure."""
+    try:
+        response = await client.patch(path, json=patch, headers={"Content-Type": "application/merge-patch+json"})
+    except (httpx2.HTTPError, KubeConfigError, OSError) as error:
+        raise ApiFailure(f"{path}: {error or type(error).__name__}") from None
+    if response.status_code != 200:
+        raise _refused(path, response.status_code, response.content)
+
+
 async def list_and_watch(
     client: httpx2.AsyncClient, path: str, selector: str, max_objects: int
 ) -> AsyncGenerator[Change, None]:

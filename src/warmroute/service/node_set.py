@@ -28,6 +28,7 @@ class NodeSet:
         node = self._service.fleet.add(config)
         self._service.watcher.watch(node)
         log.info("node_added", node=node.name, url=node.url)
+        self._service.shared_nodes.joined(node)
         return node
 
     def remove_node(self, name: str) -> Node:
@@ -40,10 +41,13 @@ class NodeSet:
         )  # fmt: skip
         return node
 
-    def drain_node(self, name: str, draining: bool) -> Node:
-        """Send a node no new requests, or send it requests again. Raises UnknownNode."""
-        node = self._service.fleet.drain(name, draining)
-        if draining:
+    def drain_node(self, name: str, draining: bool, by_hand: bool = False) -> Node:
+        """Send a node no new requests, or send it requests again. Only an operator ends a drain `by_hand`. Raises
+        UnknownNode."""
+        node = self._service.fleet.drain(name, draining, by_hand)
+        if node.draining and not draining:
+            log.info("node_stays_drained", "An operator drained it, and has not ended that.", node=node.name)
+        elif draining:
             log.info(
                 "node_draining", "It gets no new requests; running ones finish.", node=node.name,
                 requests_in_flight=node.inflight,
@@ -67,6 +71,8 @@ class NodeSet:
             self._forget(node)
         for node in added:
             self._service.watcher.watch(node)
+            self._service.shared_nodes.joined(node)
+        self._service.shared_nodes.drop_configured()
         return len(added), len(removed)
 
     def _forget(self, node: Node) -> None:

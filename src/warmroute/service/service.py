@@ -55,6 +55,7 @@ from warmroute.service.file_watch import watch_files
 from warmroute.service.model_report import describe_models
 from warmroute.service.model_watch import ModelWatch
 from warmroute.service.node_set import NodeSet, log_health_change
+from warmroute.service.node_state import NodeState
 from warmroute.service.periodic_tasks import (
     log_loop_error,
     log_unraisable,
@@ -160,7 +161,11 @@ class Service:
         self.remote_tokenizer = RemoteTokenizer(node_client.post, pack_token_ids)
         self.model_watch = ModelWatch(self.fleet, self.tokenizer_registry, node_client.post, lambda: self.config)
         self.nodes = NodeSet(self)
-        self.shared_nodes = SharedNodes(self.fleet, self.nodes)
+        self.shared_nodes = SharedNodes(self.fleet, self.nodes, int(1000.0 * time.time()))
+        self.node_state = NodeState(config, is_worker=worker is not None)
+        self.node_state.on_late_load = self.shared_nodes.restore
+        if worker is None:
+            self.shared_nodes.keep = self.node_state.keep
         self.member: ClusterMember | None = None
         self._replica: Replica | None = None
         self.discovery = DiscoveryService(self.fleet, self.nodes)
@@ -215,7 +220,7 @@ class Service:
             config.admin.token_sha256 if worker is None else "",
         )  # fmt: skip
         self.admin_listener = Listener(AsyncHandler(admin.answer, admin.admit), config.limits, self.timers)
-        self.add_node, self.remove_node = self.shared_nodes.add_node, self.shared_nodes.remove_node
+        self.add_node, self.remove_node = self.shared_nodes.add_by_hand, self.shared_nodes.remove_node
         self.drain_node, self.set_role = self.shared_nodes.drain_node, self.shared_nodes.set_role
         self.reload, self.describe_reload = self.config_reload.reload, self.config_reload.describe
         self.readiness = self.proxy.own_endpoints.readiness
@@ -261,8 +266,18 @@ class Service:
     def describe_cluster(self) -> dict[str, Any]:
         return self.member.describe() if self.member is not None else {"enabled": False}
 
-    async def confirm_changes(self) -> dict[str, Any] | None:
-        return await self.member.confirm_changes() if self.member is not None else None
+    async def confirm_changes(self, node: Node) -> dict[str, Any]:
+        """Wait until the change of this node is kept, and other replicas know it, but less than a second."""
+        replicas = asyncio.ensure_future(self.member.confirm_changes()) if self.member is not None else None
+        kept = await (self.worker.changes_kept() if self.worker is not None else self.node_state.all_kept())
+        status = self.member.read_status() if self.member is not None else None
+        survives = kept or (status is not None and status.writable)
+        if self.fleet.is_configured(node.name):  # the file wins, except over a drain by hand
+            role_is_set = node.role != node.config.role
+            survives = survives and self.fleet.find(node.name) is node
+            survives = survives and not (role_is_set and self.shared_nodes.configured_role(node))
+        found: dict[str, Any] = {"survives_restart": survives}
+        return found if replicas is None else found | {"replicas": await replicas}
 
     def _last_scaling(self) -> ScalingChange | None:
         last = self.scaling.autoscaler.last_decision if self.scaling is not None else None
@@ -301,6 +316,7 @@ class Service:
         if config.startup.max_wait_s:
             self.proxy.own_endpoints.starting = True
             self.proxy.hold_requests()
+        operators_changes = await self.node_state.load()
         address = await self._listen()
         loop = asyncio.get_running_loop()
         self._tasks = [
@@ -325,6 +341,7 @@ class Service:
         if self._trace_exporter is not None:
             self._trace_exporter.start()
         self.nodes.reconfigure(config.nodes, config.health)
+        self.shared_nodes.restore(operators_changes)
         self.discovery.reconfigure(config.discovery)
         if config.cluster.url and self.worker is None:
             self._replica = Replica(self)
@@ -414,6 +431,7 @@ class Service:
             await self.scaling.close()
         if self._replica is not None:
             await self._replica.close()
+        await self.node_state.close()
         self.watcher.close()
         self.prompt_reader.close()
         self.proxy.body_scanner.close()

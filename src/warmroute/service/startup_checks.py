@@ -18,6 +18,7 @@ from warmroute.edge.connection_pool import node_tls
 from warmroute.edge.listening_sockets import server_tls
 from warmroute.prompt.tokenizer_loader import check_tokenizer_path, load_error_reason, read_template
 from warmroute.scaling.provisioners import create_provisioner
+from warmroute.service.node_state import create_store
 from warmroute.telemetry.tracing.create import import_opentelemetry
 
 
@@ -35,6 +36,8 @@ def check_startup(config: Config) -> StartupReport:
     problems += _errors_of(lambda: server_tls(config.listen.tls_cert, config.listen.tls_key))
     problems += _errors_of(lambda: node_tls(config.upstream))
     problems += _directory_problems(config)
+    if config.state.config_map:
+        problems += _errors_of(lambda: create_store(config.state))
     if config.cluster.url:
         problems += _errors_of(lambda: check_cluster(config.cluster))
     if config.tracing.enabled:
@@ -49,6 +52,7 @@ def check_startup(config: Config) -> StartupReport:
         (problems if fatal else warnings).append(problem)
     if not config.scaling.enabled:
         warnings = [f"{one} (the provisioner is unused while scaling.enabled is false)" for one in warnings]
+    warnings += _state_warnings(config)
     return StartupReport(problems, [*warnings, *_commands_without_port(config), *_unused_names(config)])
 
 
@@ -71,6 +75,17 @@ def _directory_problems(config: Config) -> Iterator[str]:
             yield f"{key}: the directory {folder} does not exist"
         elif path and not os.access(folder, os.W_OK | os.X_OK):
             yield f"{key}: this user cannot write to the directory {folder}"
+
+
+def _state_warnings(config: Config) -> Iterator[str]:
+    """The router starts without its state, rather than not at all."""
+    if not config.state.directory:
+        return
+    folder = Path(config.state.directory).expanduser()
+    if folder.exists() and not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
+        yield f"state.directory: this user cannot write to {folder}: a restart would lose operators' changes"
+    elif not folder.exists() and not os.access(folder.parent, os.W_OK | os.X_OK):
+        yield f"state.directory: this user cannot create {folder}: a restart would lose operators' changes"
 
 
 def _model_problems(model: ModelConfig) -> Iterator[str]:

@@ -7,6 +7,7 @@ parent ← worker    DIRECT      a message for one process: the length of its id
 parent ← worker    STORE       a change of a node, to be kept: length of the name (two bytes), name, value
 parent → worker    STORED      the changes of nodes that the parent or Redis has, as a MessagePack list
 parent ← worker    APPLIED     the worker has applied the changes of nodes that the parent sent when it started
+parent → worker    KEPT        of one STORE: 1 if the change survives a restart of the parent, else 0
 parent → worker    LINK        the state of the link to Redis (cluster/transport.py LinkStatus) as MessagePack
 parent → worker    GONE        a worker has ended; the payload is its id in the cluster
 """
@@ -28,6 +29,7 @@ DIRECT: Final = b"D"
 STORE: Final = b"W"
 STORED: Final = b"V"
 APPLIED: Final = b"A"
+KEPT: Final = b"K"
 LINK: Final = b"L"
 
 MAX_UNSENT_BYTES: Final = 4 << 20
@@ -46,6 +48,8 @@ class FrameLink(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self.lost = 0
         """Frames that were not sent because the other side does not read."""
+        self.stored = 0
+        """Changes of nodes that were sent to the parent."""
 
     @property
     def is_open(self) -> bool:
@@ -79,6 +83,7 @@ class FrameLink(asyncio.Protocol):
 
     def store(self, name: str, value: bytes) -> None:
         """Let the parent store a change of a node."""
+        self.stored += 1
         self.send_frame(STORE, pack_named(name, value))
 
     def data_received(self, data: bytes) -> None:

@@ -1,21 +1,23 @@
 """The parent's link to other replicas: it passes the workers' messages to Redis, and those of other replicas to all
-workers. Workers of one parent hear each other through it alone, so no message arrives twice. Without Redis, the parent
-keeps the changes of nodes for workers that start later."""
+workers. Workers of one parent hear each other through it alone, so no message arrives twice. The parent keeps the
+changes of nodes for workers that start later, and for its next start."""
 
 from __future__ import annotations
 
 import asyncio
 import struct
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Final
 
 import msgspec
 
-from warmroute.cluster.messages import MAX_CHANGES, VERSION, Update, encode
+from warmroute.cluster.messages import VERSION, Update, encode
 from warmroute.cluster.redis.link import RedisLink
-from warmroute.cluster.shared_nodes import decode_change
+from warmroute.cluster.shared_nodes import decode_change, encode_change
 from warmroute.config import Cluster
-from warmroute.service.workers.frames import DIRECT, LINK, STATE, STORE, STORED, unpack_named
+from warmroute.service.node_state import NodeState
+from warmroute.service.workers.frames import DIRECT, KEPT, LINK, STATE, STORE, STORED, unpack_named
 from warmroute.service.workers.worker_process import WorkerProcess
 
 STATUS_S: Final = 1.0
@@ -25,15 +27,13 @@ STATUS_S: Final = 1.0
 class ReplicaLink:
     """The receiver of the link's messages."""
 
-    def __init__(self, origin: str, workers: Callable[[], Iterable[WorkerProcess]]) -> None:
+    def __init__(self, origin: str, workers: Callable[[], Iterable[WorkerProcess]], node_state: NodeState) -> None:
         """`workers` returns those that take part in the cluster."""
         self._origin = origin
+        self._node_state = node_state
         self._workers = workers
         self._link: RedisLink | None = None
-        self._stored: list[bytes] = []
-        """The changes of nodes that Redis has."""
-        self._changes: dict[str, bytes] = {}
-        """Without Redis: the last change of each node, for workers that start later."""
+        self._answering: set[asyncio.Task[None]] = set()
 
     def start(self, config: Cluster) -> None:
         """Connect to Redis, if the configuration names one."""
@@ -64,7 +64,7 @@ class ReplicaLink:
         except (ValueError, struct.error):
             return
         if kind == STORE:
-            self._store(name, value)
+            self._store(sender, name, value)
         elif kind == DIRECT:
             worker = next((one for one in self._workers() if one.cluster_id == name.encode()), None)
             if worker is not None:
@@ -72,22 +72,29 @@ class ReplicaLink:
             elif self._link is not None:
                 self._link.send(name, value)
 
-    def _store(self, name: str, value: bytes) -> None:
+    def _store(self, sender: WorkerProcess, name: str, value: bytes) -> None:
         if self._link is not None:
             self._link.store(name, value)
-            return
-        self._changes.pop(name, None)
-        self._changes[name] = value
-        if len(self._changes) > MAX_CHANGES:
-            removed = (one for one, change in self._changes.items() if decode_change(change).removed)
-            del self._changes[next(removed, next(iter(self._changes)))]
+        self._keep([value])
+        answering = asyncio.get_running_loop().create_task(self._say_whether_kept(sender))
+        self._answering.add(answering)
+        answering.add_done_callback(self._answering.discard)
+
+    def _keep(self, values: Iterable[bytes]) -> None:
+        for value in values:
+            with suppress(msgspec.DecodeError, UnicodeDecodeError):
+                self._node_state.keep(decode_change(value))
+
+    async def _say_whether_kept(self, worker: WorkerProcess) -> None:
+        kept = await self._node_state.all_kept() or (self._link is not None and self._link.writable)
+        worker.link.send_frame(KEPT, b"1" if kept else b"0")
 
     def joined(self, worker: WorkerProcess) -> None:
         """A worker takes part now. It confirms that it has applied the changes of nodes."""
         if self._link is not None:
             worker.link.send_frame(LINK, msgspec.msgpack.encode(self._link.status()))
-        stored = self._stored if self._link is not None else list(self._changes.values())
-        worker.link.send_frame(STORED, msgspec.msgpack.encode(stored))
+        changes = [encode_change(change) for change in self._node_state.changes.values()]
+        worker.link.send_frame(STORED, msgspec.msgpack.encode(changes))
 
     def ended(self, worker: WorkerProcess) -> None:
         """Tell other replicas that a worker is gone."""
@@ -106,7 +113,7 @@ class ReplicaLink:
         self._to_workers(STATE, message)
 
     def receive_stored(self, values: list[bytes]) -> None:
-        self._stored = values
+        self._keep(values)
         self._to_workers(STORED, msgspec.msgpack.encode(values))
 
     def link_changed(self) -> None:

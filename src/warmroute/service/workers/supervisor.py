@@ -27,6 +27,7 @@ from warmroute.edge.timer_wheel import TimerWheel
 from warmroute.event_log import EventLog
 from warmroute.service.config_reload import log_rejected
 from warmroute.service.file_watch import watch_files
+from warmroute.service.node_state import NodeState
 from warmroute.service.process_exit import EXIT_GRACE_S
 from warmroute.service.startup import url_host, warn_without_keys
 from warmroute.service.systemd import ADMIN_SOCKET, Systemd
@@ -81,8 +82,9 @@ class Supervisor:
         )
         self._passing: ConnectionPassing | None = None
         self._origin = new_origin()
+        self._node_state = NodeState(self.config)
         self._replicas = ReplicaLink(
-            self._origin, lambda: [worker for worker in self._workers.values() if worker.cluster_id]
+            self._origin, lambda: [worker for worker in self._workers.values() if worker.cluster_id], self._node_state
         )
         self.port = self.admin_port = 0
 
@@ -115,6 +117,7 @@ class Supervisor:
             self._admin_listener.abort_all()
         finally:
             await self._replicas.close()
+            await self._node_state.close()
             for worker in self._workers.values():
                 worker.signal(signal.SIGKILL)
             for task in self._tasks:
@@ -124,6 +127,7 @@ class Supervisor:
 
     async def _start(self) -> Server | None:
         """Raises ConfigError if an address cannot be used."""
+        await self._node_state.load()  # the workers read it, too
         listen, admin = self.config.listen, self.config.admin
         scheme = "https" if server_tls(listen.tls_cert, listen.tls_key) is not None else "http"
         if (inherited := self._systemd.take_socket()) is not None:

@@ -17,7 +17,8 @@ from warmroute.edge.listening_sockets import listen_unix
 from warmroute.edge.plain_sockets import Server
 from warmroute.event_log import EventLog
 from warmroute.service.cluster_member import ClusterMember
-from warmroute.service.workers.frames import APPLIED, COUNTS, GONE, LINK, OPEN, READY, STATE, STORED, FrameLink
+from warmroute.service.node_state import KEPT_S
+from warmroute.service.workers.frames import APPLIED, COUNTS, GONE, KEPT, LINK, OPEN, READY, STATE, STORED, FrameLink
 from warmroute.service.workers.passed_connections import PassedConnections
 from warmroute.service.workers.seat import Seat
 
@@ -41,6 +42,17 @@ class Worker:
         self._status: LinkStatus | None = None
         """The parent's link to other replicas."""
         self._stopping = False
+        self._answered = 0
+        """Changes of nodes of which the parent has said whether it keeps them."""
+        self._kept = False
+        """What it said of the last one."""
+
+    async def changes_kept(self) -> bool:
+        """Wait until the parent has kept the changes of nodes, but not for long. Return whether it has."""
+        sent, started_s = self._link.stored, time.monotonic()
+        while self._answered < sent and time.monotonic() < started_s + KEPT_S:  # noqa: ASYNC110
+            await asyncio.sleep(0.002)
+        return self._kept and self._answered >= sent
 
     async def join(self, service: Service, tls: ssl.SSLContext | None) -> Server:
         """Join the cluster, and open the admin API for the parent. Return its server."""
@@ -89,6 +101,9 @@ class Worker:
         elif kind == LINK:
             self._status = msgspec.msgpack.decode(payload, type=LinkStatus)
             member.link_changed()
+        elif kind == KEPT:
+            self._answered += 1
+            self._kept = payload == b"1"
         elif kind == STORED:
             member.receive_stored(msgspec.msgpack.decode(payload, type=list[bytes]))
             self._link.send_frame(APPLIED)
