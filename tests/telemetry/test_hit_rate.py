@@ -162,3 +162,36 @@ def test_drops_that_recur_do_not_alert_each_time() -> None:
     before = len(series.drops)
     series.run(60, cached(0.0))  # a real one still does
     assert len(series.drops) == before + 1
+
+
+@pytest.mark.parametrize("rate", [0.6, 3.0, 30.0])
+def test_no_traffic_is_no_recovery(rate: float) -> None:
+    series = Series(rate=rate)
+    series.run(900, cached(0.95))
+    while series.rate.drop is None:
+        series.run(CHECK_S, cached(0.0))
+    drop = series.rate.drop
+    series.run(2 * ADAPT_S, cached(0.0), rate=0.0)
+    assert series.rate.drop is drop and not series.ended
+    assert drop.hit_ratio < 0.6 and series.rate.hit_ratio == drop.hit_ratio
+    series.run(600, cached(0.95))
+    assert [why for _at_s, why in series.ended] == ["recovered"]
+
+
+def test_low_prompts_before_a_pause_do_not_count_as_recovered_by_few_prompts_after_it() -> None:
+    series = Series(rate=3.0)
+    series.run(900, cached(0.95))
+    series.run(60, cached(0.0))
+    assert series.rate.drop is not None
+    series.run(600, cached(0.95), rate=0.01)
+    assert not series.ended
+
+
+def test_an_hour_without_traffic_does_not_make_a_low_rate_the_baseline() -> None:
+    series = Series()
+    series.run(900, cached(0.95))
+    series.run(ADAPT_S / 2, cached(0.3))
+    series.run(ADAPT_S, cached(0.3), rate=0.0)
+    assert not series.ended
+    series.run(ADAPT_S / 2 + 900, cached(0.3))
+    assert [why for _at_s, why in series.ended] == ["adapted"]

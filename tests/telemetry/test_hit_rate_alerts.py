@@ -263,3 +263,15 @@ def test_that_alert_stays_while_few_prompts_arrive() -> None:
     for _ in range(20):
         setting.run(6, 0.02, 0.02, requests=1)
         assert setting.alert.since_s == since_s
+
+
+def test_without_traffic_the_alert_stays_and_says_that_nothing_is_known() -> None:
+    setting = Setting()
+    setting.warm()
+    setting.run(60, 0.0, 0.02)
+    assert "No prompts" not in setting.alert.cause
+    setting.run(600, 0.0, 0.0, requests=0)
+    assert "No prompts came in the last 10 min, so nothing shows whether it has recovered." in setting.alert.cause
+    assert setting.alert.title == "m, route chat: hit rate fell from 90% to 0%"
+    setting.run(60, 0.9, 0.93)
+    assert not setting.alerts.current

@@ -14,8 +14,11 @@ the first, a small one, or one of a route with few requests, needs more of them.
 
 The baseline decays with DECAY_S and lags a minute behind, or up to five with few requests, so that a drop does not
 enter it before it is noticed. It
-stands still while there is a drop. After ADAPT_S the current rate becomes the baseline. A drop that ended by itself
-counts as a deviation between windows, so that drops that recur do not alert again and again.
+stands still while there is a drop. After ADAPT_S with prompts the current rate becomes the baseline. A drop that ended
+by itself counts as a deviation between windows, so that drops that recur do not alert again and again.
+
+Only prompts end a drop: the check looks at windows since the drop began, and only when prompts have come since the last
+check. Otherwise a route without traffic would recover as soon as the low prompts have left the short windows.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from itertools import pairwise
-from math import exp, sqrt
+from math import exp, inf, sqrt
 from operator import sub
 from typing import Final, Literal, NamedTuple
 
@@ -166,12 +169,19 @@ class Drop:
         """The current one."""
         self.baseline_ratio = baseline.hit_ratio
         self.prompts = 0
+        self.traffic_s = 0.0
+        """Time between checks between which prompts came."""
+        self.last_prompt_s = since_s
+        """When the last check was that found new prompts."""
         self.lost_ms = 0.0
         """Prefill time beyond what the same prompts would have taken at the baseline's hit rate, at current speeds:
         while nearly all tokens are cached, the learned speed is that of short prefills, and too slow for long ones."""
 
-    def add(self, part: Totals, baseline: Baseline) -> None:
+    def add(self, part: Totals, baseline: Baseline, now_s: float) -> None:
         self.prompts += part.prompts
+        if part.prompts:
+            self.traffic_s += part.at_s
+            self.last_prompt_s = now_s
         self.lost_ms += part.prompt_ms * baseline.saved_ms / max(1.0, baseline.prompt_ms) - part.saved_ms
 
 
@@ -208,7 +218,7 @@ class HitRate:
         while len(readings) > 2 and readings[1].at_s <= now.at_s - MAX_WINDOW_S - DELAY_S:
             readings.popleft()
             self._absorbed = max(0, self._absorbed - 1)
-        windows = list(self._windows(now))
+        windows = list(self._windows(now, self.drop.since_s if self.drop is not None else -inf))
         self.window = windows[0] if windows else None
         if self.window is not None:
             self.hit_ratio = self.window.hit_ratio
@@ -243,10 +253,13 @@ class HitRate:
         elif whole.at_s > MAX_WINDOW_S:
             self._window_start = then
 
-    def _windows(self, now: Totals) -> Iterator[Totals]:
-        """Yield the windows that end now and have enough prompts, the shortest first."""
+    def _windows(self, now: Totals, since_s: float) -> Iterator[Totals]:
+        """Yield the windows that begin at `since_s` at the earliest, end now and have enough prompts, the shortest
+        first."""
         lengths = list(WINDOWS_S)
         for start in reversed(self._readings):
+            if start.at_s < since_s:
+                return
             while lengths and now.at_s - start.at_s >= lengths[0] - 0.5:
                 length = lengths.pop(0)
                 if now.prompts - start.prompts >= MIN_PROMPTS and now.at_s - start.at_s < length + WINDOW_S:
@@ -268,20 +281,21 @@ class HitRate:
     def _begin(self, window: Totals, now: Totals) -> None:
         self.drop = drop = Drop(now.at_s - window.at_s, self.baseline)
         drop.hit_ratio = window.hit_ratio
-        drop.add(window, self.baseline)
+        drop.add(window, self.baseline, now.at_s)
         self._high_checks = 0
 
     def _follow(self, drop: Drop, now: Totals, last: Totals | None) -> None:
         if last is not None:
-            drop.add(now.since(last), self.baseline)
+            drop.add(now.since(last), self.baseline, now.at_s)
         window = self.window
         if window is not None:
             drop.hit_ratio = window.hit_ratio
+        if window is not None and drop.last_prompt_s == now.at_s:
             is_high = self.baseline.hit_ratio - window.hit_ratio < RECOVERED * self.least_drop
             self._high_checks = self._high_checks + 1 if is_high else 0
         if self._high_checks >= 2:
             self._end("recovered")
-        elif now.at_s - drop.since_s >= ADAPT_S:
+        elif drop.traffic_s >= ADAPT_S:
             self._end("adapted")
             self.baseline = Baseline()
 

@@ -23,6 +23,8 @@ CHANGED_CAUSE_S: Final = 60.0
 MIN_LOST_SHARE: Final = 0.2
 """Of a route's prompt tokens. Prompts that cost more reuse than this are an alert, also without a drop."""
 
+QUIET_S: Final = 60.0
+"""After this time without prompts a drop's alert says so."""
 LOST_EVENTS_S: Final = 60.0
 """For how long lost KV events are an alert."""
 
@@ -67,7 +69,7 @@ class HitRateAlerts:
             self._next_s = now_s + CHECK_S - 0.5
             self._check(now_s)
         for key, cause in self.causes.items():
-            yield self._drop_alert(key, cause)
+            yield self._drop_alert(key, cause, now_s)
         yield from self._lost_events(now_s)
         for finding in self._findings():
             key = (finding.model, finding.route)
@@ -116,7 +118,7 @@ class HitRateAlerts:
                     "hit_rate_recovered",
                     "The rate is near its baseline again."
                     if rate.ended == "recovered"
-                    else "The rate has not recovered for an hour. It is the new baseline.",
+                    else "The rate has not recovered in an hour of traffic. It is the new baseline.",
                     model=key[0], route=key[1], reason=rate.ended, hit_ratio=round(drop.hit_ratio, 3),
                     duration_s=round(now_s - drop.since_s), lost_gpu_s=round(drop.lost_ms / 1000.0, 1),
                 )  # fmt: skip
@@ -142,14 +144,20 @@ class HitRateAlerts:
                 reason=cause.kind,
             )  # fmt: skip
 
-    def _drop_alert(self, key: RouteKey, cause: Cause) -> Alert:
+    def _drop_alert(self, key: RouteKey, cause: Cause, now_s: float) -> Alert:
         drop = self.rates[key].drop
         assert drop is not None
         lost_s = max(0.0, drop.lost_ms / 1000.0)
+        quiet_s = now_s - drop.last_prompt_s
+        quiet = (
+            f" No prompts came in the last {quiet_s / 60.0:,.0f} min, so nothing shows whether it has recovered."
+            if quiet_s >= QUIET_S
+            else ""
+        )
         return Alert(
             id=f"hit_rate_dropped {key[0]} {key[1]}", severity="warning", nodes=cause.nodes,
             title=f"{_route(key)}: hit rate fell from {drop.baseline_ratio:.0%} to {drop.hit_ratio:.0%}",
-            cause=f"{cause.sentence} Cost so far: {lost_s:,.1f} GPU seconds.",
+            cause=f"{cause.sentence} Cost so far: {lost_s:,.1f} GPU seconds.{quiet}",
             what_to_do=cause.what_to_do,
         )  # fmt: skip
 
