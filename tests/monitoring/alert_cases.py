@@ -66,8 +66,12 @@ def rejected(count: str) -> dict[str, str]:
     return {f'warmroute_requests_rejected_total{{{ROUTER},priority="normal",reason="queue_full"}}': count}
 
 
-def errors(count: str) -> dict[str, str]:
-    return {f'warmroute_errors_total{{{ROUTER},code="no_node",status="503"}}': count}
+def errors(count: str, code: str = "no_node_available", status: str = "503") -> dict[str, str]:
+    return {f'warmroute_errors_total{{{ROUTER},code="{code}",status="{status}"}}': count}
+
+
+def broken(count: str) -> dict[str, str]:
+    return {f"warmroute_responses_interrupted_total{{{ROUTER}}}": count}
 
 
 def client_errors(count: str, status: str, code: str) -> dict[str, str]:
@@ -184,6 +188,22 @@ CASES = (
         "196m",
     ),
     Case(
+        "WarmrouteHitRateDropped",  # no traffic is no recovery, and no drop
+        tokens("0+60000x200 12000000x60", "0+54000x180 9720000x20 9720000x60"),
+        tokens("0+60000x200 12000000x60", "0+54000x200 10800000x60"),
+        ON_ROUTE,
+        "The cache hit rate of m chat is 0%",
+        "250m",
+    ),
+    Case(
+        "WarmrouteHitRateDropped",  # it recovers with prompts
+        tokens("0+60000x200 12000000x60", "0+54000x180 9720000x20 9720000x60"),
+        tokens("0+60000x300", "0+54000x180 9720000x20 9720000+54000x60"),
+        ON_ROUTE,
+        "The cache hit rate of m chat is 0%",
+        "240m",
+    ),
+    Case(
         "WarmrouteKvEventsLost",
         node("node_cache_event_gaps_total", "0x9 1x40"),
         node("node_cache_event_gaps_total", "7x40"),
@@ -265,6 +285,48 @@ CASES = (
         loop_delays("0+599x40", "0+600x40"),
         INSTANCE,
         "The event loop of r:1 runs 245.2ms late",
+    ),
+    Case(
+        "WarmrouteAvailabilityBudgetBurns",  # 2 % fail for a quarter of an hour: 20 times what may fail
+        responses("0+98x40") | errors("0+2x40") | broken("0x40"),
+        responses("0+1000x40") | errors("0+2x40") | broken("0+1x40"),
+        {"job": "w"},
+        "2% of the requests fail: the error budget of 30 days burns too fast",
+    ),
+    Case(
+        "WarmrouteAvailabilityBudgetBurns",  # without a single error of the router; a rate limit is no failure
+        responses("0+98x40") | broken("0+2x40"),
+        responses("0+98x40") | broken("0x40") | errors("0+20x40", "rate_limit_exceeded", "429"),
+        {"job": "w"},
+        "2% of the requests fail: the error budget of 30 days burns too fast",
+    ),
+    Case(
+        "WarmrouteAvailabilityBudgetBurns",  # what has ended does not burn, and few failures say nothing
+        responses("0+98x40") | errors("0+2x40", "overloaded", "429") | broken("0x40"),
+        responses("0+9x5 45x40") | errors("0+1x5 5x40") | broken("0x40"),
+        {"job": "w"},
+        "2% of the requests fail: the error budget of 30 days burns too fast",
+    ),
+    Case(
+        "WarmrouteTtftBudgetBurns",
+        times("time_to_first_token_seconds", "0+20x40", "0+100x40", "2.5"),
+        times("time_to_first_token_seconds", "0+90x40", "0+100x40", "2.5"),
+        ON_ROUTE,
+        "80% of the first tokens of m chat are late: the error budget of 30 days burns too fast",
+    ),
+    Case(
+        "WarmrouteErrorBudgetSpent",
+        responses("0+998x40") | errors("0+2x40") | broken("0x40"),
+        responses("0+9998x40") | errors("0+2x40") | broken("0x40"),
+        {"job": "w", "objective": "availability"},
+        "The error budget of 30 days is spent (availability  )",
+    ),
+    Case(
+        "WarmrouteErrorBudgetSpent",
+        times("time_to_first_token_seconds", "0+90x40", "0+100x40", "2.5"),
+        times("time_to_first_token_seconds", "0+96x40", "0+100x40", "2.5"),
+        ON_ROUTE | {"objective": "TTFT"},
+        "The error budget of 30 days is spent (TTFT m chat)",
     ),
     Case(
         "WarmrouteOpenFiles",

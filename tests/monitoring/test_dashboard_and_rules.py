@@ -92,6 +92,7 @@ def test_summaries_use_only_labels_that_their_rule_keeps() -> None:
         used = set(re.findall(r"\$labels\.(\w+)", rule["annotations"]["summary"]))
         named = read_names(rule["expr"])
         kept = set(named.grouping_labels) if "by (" in rule["expr"] else {"instance"}
+        kept |= set(re.findall(r', "(\w+)", "[^"]*", "", ""\)', rule["expr"]))  # of label_replace
         assert used <= kept | {"instance"} if "by (" not in rule["expr"] else used <= kept, rule["alert"]
         assert rule["labels"]["severity"] in ("critical", "warning") and rule["annotations"]["description"]
 
@@ -103,6 +104,17 @@ def test_the_ttft_objective_is_a_bucket_of_the_histogram(capsys: pytest.CaptureF
         assert label in rules["WarmrouteTtftObjectiveMissed"], "as the metrics page writes it"
     assert main(["monitoring", str(tmp_path), "--ttft-seconds", "3"]) == 2
     assert "0.5, 1, 2.5" in capsys.readouterr().err
+
+
+def test_the_objectives_are_those_of_the_operator(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["monitoring", str(tmp_path), "--availability", "0.99", "--ttft-share", "0.9"]) == 0
+    rules = (tmp_path / "prometheus/alerts.yaml").read_text()
+    assert " > 0.144 and " in rules and " / 0.01 > 1" in rules and " / 0.1 > 1" in rules
+    assert " > 0.9 and " in rules, "14.4 times a budget of a tenth can not be lost"
+    assert "Objective 0.99." in (tmp_path / "grafana/warmroute.json").read_text()
+    for share in ("1", "0", "nan", "99.9"):
+        assert main(["monitoring", str(tmp_path), "--availability", share]) == 2
+        assert "expected a number from 0.5" in capsys.readouterr().err
 
 
 def test_every_kind_of_token_and_time_is_on_the_dashboard() -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import yaml  # type: ignore[import-untyped]
-from alert_cases import CASES, promtool_tests
+from alert_cases import CASES, broken, errors, promtool_tests, responses
 from support.engine_scripts import DONE, SSE_HEAD, chunk, http_response, script, sse_event
 from support.polling import until
 from support.raw_client import chat, post
@@ -60,6 +60,33 @@ def test_promtool_accepts_the_rules() -> None:
 def test_each_rule_fires_when_it_should_and_only_then(tmp_path: Path) -> None:
     file = tmp_path / "tests.yaml"
     file.write_text(yaml.safe_dump(promtool_tests(str(RULES_FILE)), allow_unicode=True))
+    run(tool("promtool"), "test", "rules", str(file))
+
+
+@pytest.mark.promtool
+def test_the_error_budget_is_that_of_thirty_days(tmp_path: Path) -> None:
+    """Of 1,000 requests an hour one may fail. One does for 25 days, then three do for 15 days."""
+    hours, bad_hours = 25 * 24, 15 * 24
+    failed = f"0+1x{hours} {hours + 3}+3x{bad_hours - 1} {hours + 3 * bad_hours}+0x{35 * 24}"
+    series = responses(f"0+999x{80 * 24}") | errors(failed) | broken(f"0x{80 * 24}")
+    rule = next(rule for rule in alert_rules(Thresholds()) if rule.name == "WarmrouteErrorBudgetSpent")
+    fires = {
+        "exp_labels": {"severity": rule.severity, "job": "w", "objective": "availability"},
+        "exp_annotations": {
+            "summary": "The error budget of 30 days is spent (availability  )",
+            "description": f"{rule.meaning} {rule.what_to_do}",
+        },
+    }
+    times: tuple[tuple[int, list[Any]], ...] = ((20, []), (38, [fires]), (50, [fires]), (62, []), (74, []))
+    test = {
+        "interval": "1h",
+        "input_series": [{"series": name, "values": values} for name, values in series.items()],
+        "alert_rule_test": [
+            {"eval_time": f"{day}d", "alertname": rule.name, "exp_alerts": alerts} for day, alerts in times
+        ],
+    }
+    file = tmp_path / "budget.yaml"
+    file.write_text(yaml.safe_dump({"rule_files": [str(RULES_FILE)], "evaluation_interval": "6h", "tests": [test]}))
     run(tool("promtool"), "test", "rules", str(file))
 
 

@@ -11,6 +11,7 @@ from warmroute.cli.arguments import number
 
 GRAFANA_FILE = "grafana/warmroute.json"
 RULES_FILE = "prometheus/alerts.yaml"
+MOST_SHARE = 0.99999
 
 
 def add_to(commands: Any) -> None:
@@ -29,6 +30,14 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--queue-wait-seconds", type=number(above=0), metavar="S", help="p90 of the queue wait that alerts (default: 1)"
     )
+    parser.add_argument(
+        "--ttft-share", type=number(0.5, MOST_SHARE), metavar="SHARE",
+        help="share of the streamed responses that has to meet the TTFT objective (default: 0.95)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--availability", type=number(0.5, MOST_SHARE), metavar="SHARE",
+        help="share of the requests that has to be served in 30 days (default: 0.999)",
+    )  # fmt: skip
     parser.add_argument("--reference", type=Path, metavar="FILE", help="also write the page that explains the alerts")
     parser.add_argument("--check", action="store_true", help="write nothing, fail if a file is not up to date")
     parser.set_defaults(run=run)
@@ -49,8 +58,15 @@ def run(args: argparse.Namespace) -> int:
         thresholds = thresholds._replace(ttft_s=args.ttft_seconds)
     if args.queue_wait_seconds is not None:
         thresholds = thresholds._replace(queue_wait_s=args.queue_wait_seconds)
+    if args.ttft_share is not None:
+        thresholds = thresholds._replace(ttft_share=args.ttft_share)
+    if args.availability is not None:
+        thresholds = thresholds._replace(availability=args.availability)
     rules = alert_rules(thresholds)
-    files = {args.directory / GRAFANA_FILE: render_dashboard(), args.directory / RULES_FILE: render_rules(rules)}
+    files = {
+        args.directory / GRAFANA_FILE: render_dashboard(thresholds),
+        args.directory / RULES_FILE: render_rules(rules),
+    }
     if args.reference is not None:
         files[args.reference] = render_reference(rules)
     if args.check:

@@ -8,12 +8,21 @@ from __future__ import annotations
 
 from typing import Final, Literal, NamedTuple
 
+from warmroute.monitoring.error_budget import PERIOD, Objective, objectives
 from warmroute.telemetry import metric_definitions as metrics
 from warmroute.telemetry.metric_definitions import Metric
 
 GROUP: Final = "warmroute"
 CLIENT_ERRORS: Final = 'status=~"4..",status!="429"'
 """Errors that clients have to mend. A 429 is admission's."""
+FAST_BURN: Final = 14.4
+"""Burn rate that spends 2 % of the budget of 30 days in an hour."""
+SLOW_BURN: Final = 6.0
+"""Burn rate that spends 5 % of it in six hours."""
+MOST_LOST: Final = 0.9
+"""A rule fires at this share of bad requests at the latest: a large budget cannot burn 14.4 times as fast."""
+MIN_LOST: Final = 10
+"""Fewer bad requests in the longer window say nothing."""
 
 
 class Thresholds(NamedTuple):
@@ -23,6 +32,8 @@ class Thresholds(NamedTuple):
     """TTFT objective. It has to be a bucket of the TTFT histogram."""
     ttft_share: float = 0.95
     """Share of the streamed responses that has to meet it."""
+    availability: float = 0.999
+    """Share of the requests that has to be served."""
     queue_wait_s: float = 1.0
     """90th percentile of the wait in the router's queue."""
     hit_rate_drop: float = 0.3
@@ -42,7 +53,10 @@ class AlertRule(NamedTuple):
 
 
 def alert_rules(thresholds: Thresholds) -> list[AlertRule]:
-    return [*_fleet_rules(), *_cache_rules(thresholds), *_request_rules(thresholds), *_router_rules()]
+    return [
+        *_fleet_rules(), *_cache_rules(thresholds), *_request_rules(thresholds), *_budget_rules(thresholds),
+        *_router_rules(),
+    ]  # fmt: skip
 
 
 def _rate(metric: Metric, by: str, window: str = "5m", where: str = "", offset: str = "", suffix: str = "") -> str:
@@ -119,7 +133,9 @@ def _cache_rules(thresholds: Thresholds) -> list[AlertRule]:
     before = " / ".join(
         _rate(metric, by, "6h", offset="10m") for metric in (metrics.CACHED_TOKENS, metrics.PROMPT_TOKENS)
     )
-    busy = f"{_rate(metrics.PROMPT_TOKENS, by, '10m')} > 100"
+    busy = f"({now} and {_rate(metrics.PROMPT_TOKENS, by, '10m')} > 100)"
+    # No traffic is no recovery: without prompts, the last rate counts that enough of them had.
+    last_known = f"({busy} or last_over_time({busy}[6h:5m]))"
     complete = metrics.CACHE_EVENTS_COMPLETE.name
     blind = _rate(metrics.PROMPTS, "model", "10m", 'reading=~"text|none"')
     return [
@@ -134,11 +150,11 @@ def _cache_rules(thresholds: Thresholds) -> list[AlertRule]:
         ),
         AlertRule(
             "WarmrouteHitRateDropped", "warning",
-            f"({now}) < {1 - thresholds.hit_rate_drop:g} * ({before}) and {busy}", "2m",
+            f"{last_known} < {1 - thresholds.hit_rate_drop:g} * ({before})", "2m",
             "The cache hit rate of {{ $labels.model }} {{ $labels.route }} is {{ $value | humanizePercentage }}",
             f"The hit rate is {thresholds.hit_rate_drop:.0%} or more below that of the last six hours. Prompts changed "
             "near their beginning (a date, an id), a cache became too small, KV events are lost, nodes restarted, or "
-            "the traffic is new.",
+            "the traffic is new. While hardly any prompts come, the last rate before counts, for up to six hours.",
             "Look at the live page. Compare the predicted with the reported tokens by node, and look for other alerts "
             "about caches.",
         ),
@@ -223,6 +239,55 @@ def _request_rules(thresholds: Thresholds) -> list[AlertRule]:
             "or a slow node.",
         ),
     ]  # fmt: skip
+
+
+def _budget_rules(thresholds: Thresholds) -> list[AlertRule]:
+    availability, ttft = objectives(thresholds.availability, thresholds.ttft_share, thresholds.ttft_s)
+    spent = " or ".join(
+        f'label_replace({one.burn_rate(PERIOD)} > 1 and {one.lost(PERIOD)} >= {MIN_LOST}, "objective", "{one.name}", '
+        '"", "")'
+        for one in (availability, ttft)
+    )
+    return [
+        AlertRule(
+            "WarmrouteAvailabilityBudgetBurns", "critical", _burns(availability), "2m",
+            "{{ $value | humanizePercentage }} of the requests fail: the error budget of 30 days burns too fast",
+            f"More requests fail than the objective of {thresholds.availability:.6g} allows: 5xx of the router, 429 "
+            "because of its load, responses that break off. At this rate the budget of 30 days lasts "
+            f"{30 / FAST_BURN:.1f} days (window of one hour) or {30 / SLOW_BURN:g} (six hours).",
+            "Look at the other alerts and at the error codes on the dashboard: nodes down, a full queue, a node that "
+            "breaks off its responses.",
+        ),
+        AlertRule(
+            "WarmrouteTtftBudgetBurns", "warning", _burns(ttft), "2m",
+            "{{ $value | humanizePercentage }} of the first tokens of {{ $labels.model }} {{ $labels.route }} are "
+            "late: the error budget of 30 days burns too fast",
+            f"Far more streamed responses than {ttft.budget:.6g} have their first token after {thresholds.ttft_s:g} s: "
+            "over an hour and over five minutes, or over six hours and over half an hour.",
+            "Compare queue wait, hit rate and the nodes' TTFT on the dashboard. Add nodes if the queue is the cause.",
+        ),
+        AlertRule(
+            "WarmrouteErrorBudgetSpent", "warning", spent, "15m",
+            "The error budget of 30 days is spent ({{ $labels.objective }} {{ $labels.model }} {{ $labels.route }})",
+            f"In the last 30 days more requests failed than the objective of {thresholds.availability:.6g} allows, or "
+            f"more first tokens than {ttft.budget:.6g} were late. Prometheus has to keep 30 days of samples "
+            "(`--storage.tsdb.retention.time`); with less, the rule judges what it has.",
+            "Put off changes that risk more failures, or correct the objective. The dashboard's row about the error "
+            "budget shows when it was spent.",
+        ),
+    ]  # fmt: skip
+
+
+def _burns(objective: Objective) -> str:
+    """Return that a budget burns too fast, over a longer window and still over a shorter one."""
+    pairs = []
+    for rate, long, short in ((FAST_BURN, "1h", "5m"), (SLOW_BURN, "6h", "30m")):
+        most = f"{min(MOST_LOST, rate * objective.budget):.6g}"
+        pairs.append(
+            f"({objective.lost_share(long)} > {most} and {objective.lost_share(short)} > {most} "
+            f"and {objective.lost(long)} >= {MIN_LOST})"
+        )
+    return " or ".join(pairs)
 
 
 def _router_rules() -> list[AlertRule]:

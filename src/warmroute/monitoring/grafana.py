@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any, Final
 
-from warmroute.monitoring.panels import ROWS, Panel
+from warmroute.monitoring.alert_rules import Thresholds
+from warmroute.monitoring.panels import ROWS, Panel, error_budget_row
 from warmroute.monitoring.promql import check
 from warmroute.telemetry import metric_definitions as metrics
 
@@ -19,7 +20,7 @@ _STAT_HEIGHT: Final = 4
 _HEIGHT: Final = 8
 
 
-def render_dashboard() -> str:
+def render_dashboard(thresholds: Thresholds) -> str:
     """Raises QueryError if a panel names a metric that the router does not export."""
     dashboard = {
         "title": TITLE,
@@ -36,7 +37,7 @@ def render_dashboard() -> str:
         "annotations": {"list": []},
         "links": [],
         "templating": {"list": _variables()},
-        "panels": _panels(),
+        "panels": _panels(thresholds),
     }
     return json.dumps(dashboard, indent=2, ensure_ascii=False) + "\n"
 
@@ -74,10 +75,11 @@ def _label_variable(name: str, query: str) -> dict[str, Any]:
     }
 
 
-def _panels() -> list[dict[str, Any]]:
+def _panels(thresholds: Thresholds) -> list[dict[str, Any]]:
     panels: list[dict[str, Any]] = []
     y = 0
-    for row in ROWS:
+    budget = error_budget_row(thresholds.availability, thresholds.ttft_share, thresholds.ttft_s)
+    for row in (*ROWS[:2], budget, *ROWS[2:]):
         position = {"x": 0, "y": y, "w": _COLUMNS, "h": 1}
         head = {"id": len(panels) + 1, "type": "row", "title": row.title, "gridPos": position}
         panels.append({**head, "collapsed": False, "panels": []})

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final, Literal, NamedTuple
 
 from warmroute.monitoring.alert_rules import CLIENT_ERRORS
+from warmroute.monitoring.error_budget import PERIOD, Objective, objectives
 from warmroute.telemetry import metric_definitions as metrics
 from warmroute.telemetry.metric_definitions import Metric
 
@@ -58,6 +59,64 @@ def _percentiles(metric: Metric, where: str, *quantiles: float) -> tuple[Query, 
 
 def _ratio(part: Metric, whole: Metric, where: str, by: str = "") -> str:
     return f"{_rate(part, where, by)} / {_rate(whole, where, by)}"
+
+
+def error_budget_row(availability: float, ttft_share: float, ttft_s: float) -> Row:
+    """Return the row about the objectives, which an operator may change."""
+    served, in_time = objectives(availability, ttft_share, ttft_s)
+    needs = f"Prometheus has to keep {PERIOD} of samples; with less, the panel shows what there is."
+
+    def left(objective: Objective, where: str) -> str:
+        return f"1 - {objective.burn_rate(PERIOD, where)}"
+
+    return Row(
+        "Error budget: how much may still fail in these 30 days?",
+        (
+            Panel(
+                "Availability, 30 days",
+                (Query(f"1 - {served.lost_share(PERIOD, JOB)}", "{{job}}"),),
+                "percentunit",
+                "stat",
+                6,
+                f"Objective {availability:.6g}. Lost: 5xx of the router, 429 because of its load, "
+                f"responses that break off. {needs}",
+            ),
+            Panel(
+                "Availability budget left",
+                (Query(left(served, JOB), "{{job}}"),),
+                "percentunit",
+                "stat",
+                6,
+                "100 %: nothing failed. 0: the budget is spent. Below 0: the objective is missed.",
+            ),
+            Panel(
+                "TTFT budget left",
+                (Query(left(in_time, MODEL_AND_ROUTE), "{{model}} {{route}}"),),
+                "percentunit",
+                "stat",
+                12,
+                f"Objective: {ttft_share:.6g} of the first tokens within {ttft_s:g} s. {needs}",
+            ),
+            Panel(
+                "Availability budget: burn rate",
+                (
+                    Query(served.burn_rate("1h", JOB), "{{job}}, last hour"),
+                    Query(served.burn_rate("6h", JOB), "{{job}}, last 6 hours"),
+                ),
+                width=12,
+                help="With 1, the budget lasts 30 days. Alerts: 14.4 over an hour, 6 over six hours.",
+            ),
+            Panel(
+                "TTFT budget: burn rate",
+                (
+                    Query(in_time.burn_rate("1h", MODEL_AND_ROUTE), "{{model}} {{route}}, last hour"),
+                    Query(in_time.burn_rate("6h", MODEL_AND_ROUTE), "{{model}} {{route}}, last 6 hours"),
+                ),
+                width=12,
+                help="With 1, the budget lasts 30 days.",
+            ),
+        ),
+    )
 
 
 HIT_RATE: Final = _ratio(metrics.CACHED_TOKENS, metrics.PROMPT_TOKENS, MODEL_AND_ROUTE)

@@ -81,12 +81,12 @@ def read_names(query: str) -> Named:
             if lower in _LABEL_LISTS:
                 found, at = _label_list(tokens, at, query)
                 grouping += found
-            elif lower in _AGGREGATIONS and following.lower() in ("(", "by", "without"):
+            elif (lower in _AGGREGATIONS and following.lower() in ("(", "by", "without")) or lower in _OPERATORS:
                 pass
             elif following == "(":
                 if text not in _FUNCTIONS:
                     raise QueryError(f"an unknown function {text}: {query}")
-            elif lower not in _OPERATORS:
+            else:
                 labels: tuple[str, ...] = ()
                 if following == "{":
                     labels, at = _matchers(tokens, at + 1)
