@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import signal
 import subprocess
 import sys
@@ -114,9 +115,40 @@ async def test_at_the_deadline_decided_requests_go_on_without_the_picker_and_oth
         assert p.inflight() == [0]
 
 
-def _head(mode: int) -> Any:
+async def test_unfinished_bodies_of_one_tenant_leave_room_for_the_others() -> None:
+    keys = [{"sha256": hashlib.sha256(name.encode()).hexdigest(), "tenant": name} for name in ("a", "b", "c")]
+    async with engines(1) as nodes, picker(*nodes, keys=keys, limits={"buffered_bytes": 8000}) as p:
+
+        async def begin(tenant: str, size: int) -> Any:
+            stream = p.stream("duplex")
+            before = p.server.buffered_bytes
+            await stream.call.write(_head(stream.mode, tenant))
+            http = ext_proc.MESSAGES["HttpBody"](body=b"x" * size)
+            await stream.call.write(ext_proc.ProcessingRequest(request_body=http))
+            await until(lambda: p.server.buffered_bytes != before)
+            return stream
+
+        first, second = await begin("a", 2500), await begin("a", 1400)
+        third = p.stream("duplex")
+        await third.call.write(_head(third.mode, "a"))
+        http = ext_proc.MESSAGES["HttpBody"](body=b"x" * 1000)
+        await third.call.write(ext_proc.ProcessingRequest(request_body=http))
+        answer = await third.decision()
+        assert (answer.status, answer.error["code"]) == (503, "tenant_buffer_full")
+        other = await begin("b", 2300)
+        answer = await first.decision()
+        assert (answer.status, answer.error["code"]) == (503, "tenant_buffer_full"), "the largest one gives way"
+        assert p.server.buffered_bytes == 1400 + 2300
+        for stream in (second, other):
+            stream.call.cancel()
+
+
+def _head(mode: int, key: str = "") -> Any:
     message = ext_proc.ProcessingRequest()
-    for name, value in ((":method", b"POST"), (":path", b"/v1/completions")):
+    fields = [(":method", b"POST"), (":path", b"/v1/completions")]
+    if key:
+        fields.append(("authorization", b"Bearer " + key.encode()))
+    for name, value in fields:
         message.request_headers.headers.headers.add(key=name, raw_value=value)
     message.protocol_config.request_body_mode = mode
     return message

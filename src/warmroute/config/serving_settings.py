@@ -58,7 +58,11 @@ class Limits(Section, frozen=True):
     header_bytes: Annotated[Bytes, Meta(description="Maximum size of a request head. Above: 431.")] = 32_768
     body_bytes: Annotated[Bytes, Meta(description="Maximum size of a request body. Above: 413.")] = 33_554_432
     buffered_bytes: Annotated[
-        Bytes, Meta(description="Maximum memory for all request bodies together. Above: 503 for further requests.")
+        Bytes,
+        Meta(
+            description="Maximum memory for all request bodies together. Above: 503 for further requests. With keys of "
+            "several tenants, each may take at most half of what the others leave."
+        ),
     ] = 2_147_483_648
     unread_bytes: Annotated[
         Bytes,

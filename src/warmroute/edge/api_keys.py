@@ -50,6 +50,8 @@ class Rights:
         """The routes when the head arrived; None: there were none."""
         self.passes_authorization = passes_authorization
         """Whether nodes get the client's key: not if it is a key for the router."""
+        self.body_tenant: str | None = None
+        """Whose share of the memory for bodies this request takes from; None: there is one tenant, and no shares."""
 
 
 NO_RIGHTS: Final = Rights("", LOW, None, "", None, False)
@@ -74,6 +76,9 @@ class ApiKeys:
             known = self._by_tenant.get(key.tenant)
             if known is None or known.max_priority < rights.max_priority:
                 self._by_tenant[key.tenant] = rights
+        if len(self._by_tenant) > 1:
+            for rights in (self.without_key, *self._by_digest.values()):
+                rights.body_tenant = rights.tenant
 
     def rights(self, head: RequestHead) -> Rights:
         """Return the rights of the key in `Authorization: Bearer` or `X-Api-Key`. Raises HttpError without a valid

@@ -1,8 +1,13 @@
-"""Collects a request body from the pieces in which it arrives, within the limits on size and memory."""
+"""Collects a request body from the pieces in which it arrives, within the limits on size and memory.
+
+All bodies share `limits.buffered_bytes`. Each tenant may take at most half of what the others leave, so a tenant that
+fills its share leaves room for the next one. A tenant that needs more than is left ends incomplete bodies of tenants
+that have more than itself. In the end, n tenants that want all they can get have 1 / (n + 1) of the memory each.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from warmroute._kernel import BodyBuffer
 from warmroute.edge import errors
@@ -14,8 +19,73 @@ if TYPE_CHECKING:
 _BURST_BYTES: Final = 1 << 20
 
 
+class BodyMemory:
+    """The memory of request bodies, by tenant."""
+
+    def __init__(self) -> None:
+        self.total_bytes = 0
+        self.by_tenant: dict[str, int] = {}
+        """Of tenants that share the memory: `Rights.body_tenant`."""
+        self._incomplete: dict[str, dict[Any, int]] = {}
+        """Connections or streams whose body is arriving, by tenant, and how much of it has arrived. They have a method
+        `give_way`."""
+
+    def reserve(self, tenant: str | None, size: int, limit: int) -> None:
+        """Count bytes of a body. Raises HttpError if the limit on all bodies, or on this tenant's, is reached."""
+        if tenant is None:
+            if self.total_bytes + size > limit:
+                raise errors.request_buffer_full()
+        else:
+            own = self.by_tenant.get(tenant, 0)
+            if own + size > (limit - self.total_bytes + own) // 2:
+                self._make_room(tenant, size, limit)
+            self.by_tenant[tenant] = own + size
+        self.total_bytes += size
+
+    def has_room(self, tenant: str | None, size: int, limit: int) -> bool:
+        """Return whether `reserve` would succeed without ending other bodies."""
+        if tenant is None:
+            return self.total_bytes + size <= limit
+        own = self.by_tenant.get(tenant, 0)
+        return own + size <= (limit - self.total_bytes + own) // 2
+
+    def release(self, tenant: str | None, size: int) -> None:
+        self.total_bytes -= size
+        if tenant is not None and size:
+            left = self.by_tenant[tenant] - size
+            if left:
+                self.by_tenant[tenant] = left
+            else:
+                del self.by_tenant[tenant]
+
+    def arrives(self, tenant: str | None, receiver: Any, size: int) -> None:
+        """So much of this body has arrived, and it is not complete."""
+        if tenant is not None:
+            self._incomplete.setdefault(tenant, {})[receiver] = size
+
+    def arrived(self, tenant: str | None, receiver: Any) -> None:
+        """The body is complete, or given up."""
+        if tenant is not None and (incomplete := self._incomplete.get(tenant)) is not None:
+            incomplete.pop(receiver, None)
+            if not incomplete:
+                del self._incomplete[tenant]
+
+    def _make_room(self, tenant: str, size: int, limit: int) -> None:
+        """Raises HttpError."""
+        while not self.has_room(tenant, size, limit):
+            wanted = self.by_tenant.get(tenant, 0) + size
+            held = {name: held for name, held in self.by_tenant.items() if held > wanted}
+            from_whom = max(held.keys() & self._incomplete.keys(), key=held.__getitem__, default=None)
+            if from_whom is None:
+                raise errors.request_buffer_full() if held else errors.tenant_buffer_full()
+            incomplete = self._incomplete[from_whom]
+            receiver = max(incomplete, key=incomplete.__getitem__)
+            self.arrived(from_whom, receiver)
+            receiver.give_way()
+
+
 class BodyReader:
-    __slots__ = ("_burst_bytes", "_data", "_frames", "_listener", "_missing_bytes", "held_bytes")
+    __slots__ = ("_burst_bytes", "_data", "_frames", "_listener", "_missing_bytes", "held_bytes", "tenant")
 
     def __init__(self, listener: Listener) -> None:
         self._listener = listener
@@ -24,8 +94,10 @@ class BodyReader:
         self._frames: ChunkReader | None = None
         self._missing_bytes = 0
         """Of a chunked body: how many more bytes the limit allows."""
+        self.tenant: str | None = ""
+        """Whose share of the memory this body takes from."""
         self.held_bytes = 0
-        """This body's part of `listener.buffered_bytes`."""
+        """This body's part of `listener.bodies`."""
 
     def start(self, length: int) -> None:
         """Expect a body of this length; a negative length: a chunked body."""
@@ -76,14 +148,12 @@ class BodyReader:
     def reserve(self, size: int) -> None:
         """Count bytes against the memory limit of all bodies. Raises HttpError if it is reached."""
         listener = self._listener
-        if listener.buffered_bytes + size > listener.limits.buffered_bytes:
-            raise errors.request_buffer_full()
-        listener.buffered_bytes += size
+        listener.bodies.reserve(self.tenant, size, listener.limits.buffered_bytes)
         self.held_bytes += size
 
     def release(self) -> None:
         """The body is no longer needed."""
-        self._listener.buffered_bytes -= self.held_bytes
+        self._listener.bodies.release(self.tenant, self.held_bytes)
         self.held_bytes = 0
         if self._data:
             self._data.take()

@@ -88,7 +88,7 @@ class ClientConnection:
         self._searched_bytes = 0
         """How much of an incomplete head was searched for its end."""
         self._pipelined_bytes = 0
-        """The part of `listener.buffered_bytes` that pipelined requests take."""
+        """The part of `listener.bodies` that pipelined requests take."""
         self._pipelined_too_much = False
         self.paused = False
         """The client reads more slowly than the router writes."""
@@ -133,8 +133,7 @@ class ClientConnection:
         self._state = CLOSED
         self._listener.connection_closed(self)
         self._listener.timers.disarm(self)
-        self.release_body()
-        self._drop_pipelined()
+        self._give_up_body()
         self._leave()
 
     def eof_received(self) -> None:
@@ -217,7 +216,7 @@ class ClientConnection:
     def busy(self) -> bool:
         return self._state in (RESPONDING, HELD)
 
-    def give_way(self) -> None:
+    def make_place(self) -> None:
         """Close: this connection has sent no request, and another one needs its place."""
         if self._unparsed:
             handler = self._listener.handler
@@ -290,16 +289,26 @@ class ClientConnection:
         if self._unparsed is None:
             self._unparsed = bytearray()
         self._unparsed += data
-        self._pipelined_bytes += len(data)
-        listener.buffered_bytes += len(data)
-        if len(self._unparsed) > _MAX_PIPELINED_BYTES or listener.buffered_bytes > listener.limits.buffered_bytes:
+        size, tenant, limit = len(data), self._body.tenant, listener.limits.buffered_bytes
+        if len(self._unparsed) > _MAX_PIPELINED_BYTES or not listener.bodies.has_room(tenant, size, limit):
             self._keep_alive = False
             self._pipelined_too_much = True
             self._drop_pipelined()
+            return
+        listener.bodies.reserve(tenant, size, limit)
+        self._pipelined_bytes += size
+
+    def _give_up_body(self) -> None:
+        self._listener.bodies.arrived(self._body.tenant, self)
+        self.release_body()
+        self._drop_pipelined()
 
     def _drop_pipelined(self) -> None:
         self._unparsed = None
-        self._listener.buffered_bytes -= self._pipelined_bytes
+        self._release_pipelined()
+
+    def _release_pipelined(self) -> None:
+        self._listener.bodies.release(self._body.tenant, self._pipelined_bytes)
         self._pipelined_bytes = 0
 
     def _find_head(self) -> None:
@@ -340,7 +349,8 @@ class ClientConnection:
         length = head.length
         complete = 0 <= length <= have
         try:
-            self.rights = listener.handler.admit(head)
+            self.rights = rights = listener.handler.admit(head)
+            self._body.tenant = rights.body_tenant
             if length > limits.body_bytes:
                 raise errors.body_too_large(limits.body_bytes)
             if complete:
@@ -363,6 +373,7 @@ class ClientConnection:
             return
         self._state = AWAITING_BODY
         self._body.start(length)
+        listener.bodies.arrives(rights.body_tenant, self, 0)
         timers = listener.timers
         self.body_started_s = timers.now()
         timers.arm(self, self.body_started_s + limits.body_timeout_s)
@@ -410,17 +421,25 @@ class ClientConnection:
         except HttpError as error:
             self._send_error_and_close(error, self._head)
             return
+        bodies, tenant = self._listener.bodies, self._body.tenant
         if end >= 0:
+            bodies.arrived(tenant, self)
             if end < len(data):
                 self._buffer_pipelined(data[end:])
             self._serve(self._body.take())
-        elif self._body.ends_burst():
+            return
+        bodies.arrives(tenant, self, self._body.held_bytes)
+        if self._body.ends_burst():
             self.transport.pause_reading()
             asyncio.get_running_loop().call_soon(self._continue_reading)
 
     def _continue_reading(self) -> None:
         if not self.transport.is_closing():
             self.transport.resume_reading()
+
+    def give_way(self) -> None:
+        """The body has not arrived completely, and another tenant needs the memory."""
+        self._send_error_and_close(errors.body_gave_way(), self._head)
 
     def _serve(self, body: bytes) -> None:
         self._state = RESPONDING
@@ -490,8 +509,7 @@ class ClientConnection:
             return
         timers = self._listener.timers
         timers.arm(self, timers.now() + self._listener.limits.header_timeout_s)
-        self._listener.buffered_bytes -= self._pipelined_bytes  # its turn has come
-        self._pipelined_bytes = 0
+        self._release_pipelined()  # its turn has come
         self._safely(self._find_head)
 
     def close_unfinished(self, reset: bool = False) -> None:
@@ -551,8 +569,7 @@ class ClientConnection:
         """
         self._state = LINGERING
         self._unread_bytes = 0
-        self._drop_pipelined()
-        self.release_body()
+        self._give_up_body()
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self._listener.timers.arm(self, self._listener.timers.now() + _LINGER_S)

@@ -115,6 +115,23 @@ def request_buffer_full() -> HttpError:
     return HttpError(503, message, code="request_buffer_full", kind="server_error", retry_after_s=1, close=True)
 
 
+def tenant_buffer_full() -> HttpError:
+    message = (
+        f"The request bodies of this API key's tenant take their whole share of the router's memory, half of what "
+        f"others leave. {RETRY}"
+    )
+    return HttpError(503, message, code="tenant_buffer_full", kind="server_error", retry_after_s=1, close=True)
+
+
+def body_gave_way() -> HttpError:
+    """The router ends a request while its body arrives: another tenant needs the memory."""
+    message = (
+        "The router's memory for request bodies is short. This one had not arrived completely, and its tenant's bodies "
+        f"take the most. {RETRY}"
+    )
+    return HttpError(503, message, code="tenant_buffer_full", kind="server_error", retry_after_s=1, close=True)
+
+
 # The API: the client has to change the request.
 
 

@@ -9,6 +9,7 @@ from typing import Any, Final, Protocol
 from warmroute._kernel import UnreadBytes
 from warmroute.config import Limits
 from warmroute.edge.api_keys import Rights
+from warmroute.edge.body_reader import BodyMemory
 from warmroute.edge.client_connection import ClientConnection
 from warmroute.edge.errors import HttpError
 from warmroute.edge.http1 import RequestHead
@@ -85,8 +86,7 @@ class Listener:
         self.without_request: dict[ClientConnection, None] = {}
         """Connections that have not sent the head of a request yet, the oldest first."""
         self.accepted = 0
-        self.buffered_bytes = 0
-        """Bytes of requests in memory, of all connections."""
+        self.bodies = BodyMemory()
         self.closing = False
         """The router stops: idle connections are closed."""
         self.closes_after_response = False
@@ -121,7 +121,7 @@ class Listener:
                 return False
             del self.without_request[oldest]
             connections.discard(oldest)
-            oldest.give_way()
+            oldest.make_place()
         self.without_request[client] = None
         self._count_changed()
         return True
@@ -141,8 +141,14 @@ class Listener:
             self.on_closed()
 
     def add_metrics(self, page: Page) -> None:
+        page[metrics.REQUEST_BODIES].add(self.bodies.total_bytes)
         page[metrics.CLIENT_UNREAD].add(self.unread.bytes)
         page[metrics.CLIENTS_TOO_SLOW].add(self.too_slow)
+
+    @property
+    def buffered_bytes(self) -> int:
+        """Bytes of requests in memory, of all connections."""
+        return self.bodies.total_bytes
 
     # Clients that do not read.
 

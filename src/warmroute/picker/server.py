@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from warmroute.config import Limits, Picker
 from warmroute.edge.api_keys import Rights
+from warmroute.edge.body_reader import BodyMemory
 from warmroute.edge.http1 import RequestHead
 from warmroute.edge.listening_sockets import listen_tcp
 from warmroute.edge.plain_sockets import Server
@@ -58,8 +59,7 @@ class PickerServer:
         self.connections: set[PickerStream] = set()
         """Open streams: one for each request."""
         self.accepted = 0
-        self.buffered_bytes = 0
-        """Bytes of requests in memory, of all streams."""
+        self.bodies = BodyMemory()
         self.partial_bytes = 0
         self.known_blocks: dict[bytes, str] = {}
         self.http2_connections: set[Http2Connection] = set()
@@ -71,6 +71,11 @@ class PickerServer:
         """Envoys that show the heads of responses: how many requests in a row had none."""
         self._warned = False
         self.port = 0
+
+    @property
+    def buffered_bytes(self) -> int:
+        """Bytes of requests in memory, of all streams."""
+        return self.bodies.total_bytes
 
     @property
     def config(self) -> Picker:

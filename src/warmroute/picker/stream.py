@@ -48,9 +48,9 @@ MAX_HELD: Final = 64
 
 class PickerStream:
     __slots__ = (
-        "_body_bytes", "_call", "_chunks", "_deciding", "_envoy", "_exchange", "_has_body", "_held", "_in_message",
-        "_mode", "_outbox", "_over", "_pieces", "_response_mode", "_saw_response", "_server", "_subset", "_timer",
-        "_trailers", "body_started_s", "peer", "rights",
+        "_body_bytes", "_body_tenant", "_call", "_chunks", "_deciding", "_envoy", "_exchange", "_has_body", "_held",
+        "_in_message", "_mode", "_outbox", "_over", "_pieces", "_response_mode", "_saw_response", "_server", "_subset",
+        "_timer", "_trailers", "body_started_s", "peer", "rights",
     )  # fmt: skip
 
     def __init__(self, server: PickerServer, call: Call) -> None:
@@ -74,6 +74,8 @@ class PickerStream:
         # until it has a node
         self._pieces: list[bytes] = []
         self._body_bytes = 0
+        self._body_tenant: str | None = None
+        """Whose share of the memory for bodies it takes from."""
         self._chunks = 0
         """Pieces of the body that wait for an answer."""
         self._has_body = self._trailers = self._deciding = False
@@ -110,6 +112,10 @@ class PickerStream:
         full = self._server.partial_bytes > limits.buffered_bytes
         self.send_error(errors.request_buffer_full() if full else errors.body_too_large(limits.body_bytes))
         self._speak()
+
+    def give_way(self) -> None:
+        """The body has not arrived completely, and another tenant needs the memory."""
+        self.send_error(errors.body_gave_way())
 
     def client_finished(self) -> None:
         """Envoy has ended the stream: with the response, or with the client."""
@@ -222,6 +228,7 @@ class PickerStream:
         if len(server.connections) > server.limits.connections:
             raise errors.too_many_connections()
         self.rights = server.proxy.admit(envoy.head)
+        self._body_tenant = self.rights.body_tenant
         self.body_started_s = server.proxy.now()
         hint = messages.subset_hint(message)
         if hint is not None:
@@ -241,17 +248,17 @@ class PickerStream:
         if self._exchange is not None:  # decided without it
             self._outbox.append(messages.CONTINUE_BODY)
             return
-        server, piece = self._server, http.body
+        server, piece, tenant = self._server, http.body, self._body_tenant
         self._chunks += 1
+        limits = server.limits
+        if self._body_bytes + len(piece) > limits.body_bytes:
+            raise errors.body_too_large(limits.body_bytes)
+        server.bodies.reserve(tenant, len(piece), limits.buffered_bytes)
         self._body_bytes += len(piece)
-        server.buffered_bytes += len(piece)
         if piece:
             self._pieces.append(piece)
-        limits = server.limits
-        if self._body_bytes > limits.body_bytes:
-            raise errors.body_too_large(limits.body_bytes)
-        if server.buffered_bytes > limits.buffered_bytes:
-            raise errors.request_buffer_full()
+        if not http.end_of_stream:
+            server.bodies.arrives(tenant, self, self._body_bytes)
         if self._mode == BUFFERED_PARTIAL and not http.end_of_stream:
             raise errors.body_too_large(self._body_bytes)  # Envoy's buffer is smaller than the body
         if http.end_of_stream or self._mode == BUFFERED:
@@ -266,6 +273,7 @@ class PickerStream:
             self._leave()
             raise errors.bad_request("The request was complete before.")
         self._deciding = True
+        self._server.bodies.arrived(self._body_tenant, self)
         head = envoy.head
         if head.method == b"POST" and not self._has_body and not self._pieces and self._mode == NONE:
             path = head.target.partition(b"?")[0]
@@ -355,7 +363,8 @@ class PickerStream:
                 asyncio.get_running_loop().call_soon(self._receive_held)
 
     def _release_body(self) -> None:
-        self._server.buffered_bytes -= self._body_bytes
+        self._server.bodies.arrived(self._body_tenant, self)
+        self._server.bodies.release(self._body_tenant, self._body_bytes)
         self._body_bytes = 0
         self._pieces = []
 

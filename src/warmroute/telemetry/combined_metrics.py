@@ -17,7 +17,7 @@ from warmroute.telemetry.metric_definitions import METRICS
 SUMMED_GAUGES: Final = frozenset(
     {
         *(metrics.REQUESTS_WAITING.name, metrics.CLIENT_CONNECTIONS.name, metrics.NODE_IN_FLIGHT.name),
-        metrics.CLIENT_UNREAD.name,
+        *(metrics.CLIENT_UNREAD.name, metrics.REQUEST_BODIES.name),
         *(
             metrics.INDEX_BYTES.name,
             "process_resident_memory_bytes",
