@@ -38,7 +38,11 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ROOT / "src" / "warmroute"
 REFERENCE = ROOT / "docs" / "reference"
 PAGES = [ROOT / "README.md", ROOT / "examples" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-COMMAND_MODULES = {command.__name__.rpartition(".")[2].replace("_", "-"): command for command in COMMANDS}
+COMMAND_MODULES = {
+    name: command
+    for command in COMMANDS
+    for name in getattr(command, "NAMES", (command.__name__.rpartition(".")[2].replace("_", "-"),))
+}
 
 
 def page_id(page: Path) -> str:

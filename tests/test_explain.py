@@ -183,8 +183,8 @@ async def test_explain_reports_errors(children: Children, tmp_path: Path) -> Non
 
         good = {"WARMROUTE_ADMIN_TOKEN": token}
         assert await fails("x") == (
-            f"the admin listener at http://127.0.0.1:{port} requires its token: set WARMROUTE_ADMIN_TOKEN, or use "
-            "another variable (--token-env)"
+            f"the admin listener at http://127.0.0.1:{port} (--admin) requires its token: set WARMROUTE_ADMIN_TOKEN, "
+            "or use another variable (--token-env)"
         )
         assert "the token in OTHER is wrong" in await fails("x", "--token-env", "OTHER", OTHER="wrong")
         assert "The journal has no request 'x'. It contains the last 1,000 requests" in await fails("x", **good)
@@ -205,11 +205,11 @@ async def test_explain_reports_errors(children: Children, tmp_path: Path) -> Non
         unknown.write_bytes(chat("hello", model="nope"))
         assert "nope" in await fails("--request", str(unknown), **good)
         assert await fails("x", "--admin", "127.0.0.1:1") == (
-            "no router answers at http://127.0.0.1:1 (Connection refused); set --admin to its admin listener ([admin] "
-            "in its configuration)"
+            "no router answers at http://127.0.0.1:1 (--admin): Connection refused. Name its admin listener with "
+            "--admin URL, --config FILE or WARMROUTE_ADMIN_URL"
         )
         wrong = await fails("x", "--admin", engine.url)
-        assert f"the server at {engine.url} is not the admin listener of a router" in wrong
+        assert f"the server at {engine.url} (--admin) is not the admin listener of a router" in wrong
 
 
 async def test_explain_considers_rate_limits_tenants_and_routes(tmp_path: Path) -> None:

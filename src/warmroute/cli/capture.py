@@ -44,7 +44,7 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--max-mb", type=whole(1, 1_000_000), default=MAX_MB, metavar="N", help=f"stop at N MB (default: {MAX_MB})"
     )
-    add_admin_options(parser)
+    add_admin_options(parser, with_config=False)
     parser.add_argument("--status", action="store_true", help="print what the running router captures now, and exit")
     mirror = parser.add_argument_group("mirrored traffic")
     mirror.add_argument("--listen", type=port, metavar="PORT", help="take mirrored requests on this port")
@@ -53,7 +53,8 @@ def add_to(commands: Any) -> None:
         "--config",
         type=Path,
         metavar="FILE",
-        help="configuration: [[models]], [[keys]], [prompts], [limits], [capture]",
+        help="configuration: [[models]], [[keys]], [prompts], [limits], [capture]; without --listen, that of the "
+        "router, which names its admin listener",
     )
     mirror.add_argument(
         "--tokenizer",
@@ -72,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     if args.status:
         return _print_status(args)
     if args.listen is None:
-        given = [name for name in ("config", "tokenizer", "output_tokens") if getattr(args, name)]
+        given = [name for name in ("tokenizer", "output_tokens") if getattr(args, name)]
         if given:
             raise ConfigError(f"capture: --{given[0].replace('_', '-')} needs --listen PORT")
         if args.out is None:

@@ -52,7 +52,7 @@ def add_to(commands: Any) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     prompts = parser.add_argument_group("prompts of a running router")
-    add_admin_options(prompts)
+    add_admin_options(prompts, with_config=False)
     prompts.add_argument("--show-text", action="store_true", help="show the text around differences")
     parser.set_defaults(run=run)
 

@@ -19,8 +19,8 @@ Row = dict[str, Any]
 
 
 def run_prompts(args: argparse.Namespace) -> int:
-    if args.config or args.node:
-        raise ConfigError("doctor prompts asks a running router: use --admin URL instead of --config and --node")
+    if args.node:
+        raise ConfigError("doctor prompts asks a running router: use --admin URL or --config FILE instead of --node")
     found = call_admin(args, f"/admin/prompts{'?show_text=1' if args.show_text else ''}", expect="findings")
     if args.json:
         print(json.dumps(found, indent=2, ensure_ascii=False))

@@ -8,9 +8,10 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 from urllib.parse import quote
 
 from warmroute.cli.admin_client import add_admin_options, call_admin
@@ -21,6 +22,8 @@ from warmroute.config import ConfigError
 if TYPE_CHECKING:
     from rich.table import Table
 
+MAX_NAME: Final = 32
+"""Characters of a model's or tenant's name in the list."""
 Decision = dict[str, Any]
 """As the admin API describes it."""
 
@@ -60,8 +63,8 @@ def run(args: argparse.Namespace) -> int:
             print(json.dumps(decisions, indent=2, ensure_ascii=False))
         elif not decisions:
             print("no decisions yet")
-        for decision in () if args.json else decisions:
-            print(f"{decision['request_id']}  {decision['explanation']}")
+        elif decisions:
+            _print_list(decisions)
         return 0
     if args.request:
         if args.journal:
@@ -160,6 +163,40 @@ def _print(decision: Decision) -> None:
         out.print(f"route: {decision['route']}", markup=False, highlight=False)
     if "outcome" in decision:
         out.print(_outcome_line(decision), markup=False, highlight=False, soft_wrap=True)
+
+
+def _print_list(decisions: Sequence[Decision]) -> None:
+    """Print a line of columns for each decision, and its explanation below."""
+    from rich.cells import cell_len
+
+    today = datetime.now(UTC).date().isoformat()
+    same_day = all(decision["time"].startswith(today) for decision in decisions)
+    rows = [("time (UTC)", "status", "first token", "total", "model", "tenant", "request")]
+    for decision in decisions:
+        time = decision["time"][:19].replace("T", " ")
+        ended = decision["outcome"] if decision["status"] is None or decision["outcome"] != "ok" else ""
+        status = " ".join(str(part) for part in (decision["status"], ended) if part)
+        duration = [_milliseconds(decision[key]) for key in ("ttft_ms", "duration_ms")]
+        names = [_short(decision["model"]), _short(decision["tenant"])]
+        rows.append((time[11:] if same_day else time, status, *duration, *names, decision["request_id"]))
+    widths = [max(cell_len(row[at]) for row in rows) for at in range(len(rows[0]))]
+    for number, row in enumerate(rows):
+        cells = [
+            " " * (width - cell_len(cell)) + cell if at in (2, 3) else cell + " " * (width - cell_len(cell))
+            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        print("  ".join(cells).rstrip())
+        if number:
+            print(f"    {decisions[number - 1]['explanation']}")
+
+
+def _milliseconds(value: float | None) -> str:
+    return "–" if value is None else f"{_number(value)} ms"
+
+
+def _short(name: str) -> str:
+    shown = "".join(character if character.isprintable() else "?" for character in name)
+    return (shown if len(shown) <= MAX_NAME else f"{shown[: MAX_NAME - 1]}…") or "–"
 
 
 def _candidate_tables(decision: Decision, width: int) -> Iterator[Table]:

@@ -20,21 +20,23 @@ from warmroute.cli import (
     load,
     metrics_reference,
     monitoring,
+    nodes,
     picker,
     plan,
     replay,
     serve,
     top,
+    version,
 )
 from warmroute.cli.arguments import Parser
 from warmroute.config import ConfigError
 
 COMMANDS = (
-    serve, picker, init, doctor, demo, engine, capture, replay, plan, load, explain, top, check_config, hash_key,
-    config_reference,
-    metrics_reference, monitoring,
+    serve, picker, init, doctor, demo, engine, capture, replay, plan, load, explain, nodes, top, check_config, hash_key,
+    config_reference, metrics_reference, monitoring, version,
 )  # fmt: skip
-"""A command is a module with `add_to`. It imports expensive modules when it runs."""
+"""A command is a module with `add_to`; one module may have several, its NAMES. It imports expensive modules when it
+runs."""
 
 
 def create_parser() -> Parser:
