@@ -22,10 +22,10 @@ PATIENCE_S = 30.0
 
 
 @asynccontextmanager
-async def workers(folder: Path, *nodes: ScriptedEngine, count: int = 2) -> AsyncIterator[ServeProcess]:
+async def workers(folder: Path, *nodes: ScriptedEngine, count: int = 2, more: str = "") -> AsyncIterator[ServeProcess]:
     file = folder / "router.toml"
     tables = "".join(f'[[nodes]]\nurl = "{node.url}"\nname = "node-{at}"\n' for at, node in enumerate(nodes))
-    file.write_text("[routing]\npolicy = 'least_loaded'\n" + tables)
+    file.write_text("[routing]\npolicy = 'least_loaded'\n" + more + tables)
     async with serve("--config", file, "--workers", str(count), "--port", "0", "--admin-port", "0") as router:
         await all_serve(router, count)
         yield router
@@ -163,6 +163,21 @@ async def test_explain_and_the_live_feed_show_all_workers_as_one_router(tmp_path
         assert {node["name"] for node in first["nodes"]} == {"node-0", "node-1"}
         assert first["totals"]["requests"] == 4 and sum(node["ok"] for node in first["nodes"]) == 4
         viewer.close()
+
+
+async def test_a_webhook_gets_each_alert_once(tmp_path: Path) -> None:
+    async with engines(2) as [engine, receiver]:
+        more = f"[alerts]\nwebhook_url = 'http://127.0.0.1:{receiver.port}/hook'\n"
+        async with workers(tmp_path, engine, more=more) as router:
+            await ready_everywhere(router)
+            assert (await admin(router, "/admin/nodes/node-0/drain", "POST"))[0] == 200
+            await until(lambda: len(receiver.seen) == 1, patience_s=PATIENCE_S)
+            assert (await admin(router, "/admin/nodes/node-0/undrain", "POST"))[0] == 200
+            await until(lambda: len(receiver.seen) == 2, patience_s=PATIENCE_S)
+            sent = [json.loads(seen.body)["alerts"] for seen in receiver.seen]
+            assert [[alert["id"] for alert in alerts] for alerts in sent] == [["no_node"], ["no_node"]]
+            assert sent[0][0]["ended"] is None and sent[1][0]["ended"] is not None
+            assert await metric(router, "warmroute_alert_webhook_changes_total") == 2
 
 
 async def test_the_list_of_alerts_is_that_of_one_router(tmp_path: Path) -> None:

@@ -247,7 +247,7 @@ CASES = (
         client_errors("0x18 66879x40", "401", "invalid_api_key"),  # all of them within seconds
         client_errors("0+50x40", "401", "invalid_api_key") | client_errors("0+9000x40", "429", "queue_full"),
         INSTANCE | {"status": "401", "code": "invalid_api_key"},
-        "r:1 rejects 278.7 requests/s with 401 (invalid_api_key)",
+        "r:1 rejects 222.9 requests/s with 401 (invalid_api_key)",
     ),
     Case(
         "WarmrouteErrors",

@@ -5,6 +5,7 @@ The router reads it from one TOML file. An unknown key is an error that names th
 """
 
 from warmroute.config.addresses import canonical_address, is_loopback
+from warmroute.config.alert_settings import Alerts
 from warmroute.config.capture_settings import Capture
 from warmroute.config.changes import describe_changes
 from warmroute.config.cluster_settings import Cluster, RedisAddress, parse_redis_url
@@ -40,6 +41,7 @@ __all__ = [
     "LOW_UTILISATION",
     "Admin",
     "Admission",
+    "Alerts",
     "Capture",
     "Cluster",
     "Config",

@@ -9,6 +9,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final, get_origin
 
+from warmroute.config.alert_settings import Alerts
 from warmroute.config.capture_settings import Capture
 from warmroute.config.cluster_settings import Cluster
 from warmroute.config.contradictions import contradictions
@@ -52,6 +53,7 @@ class Config(Section, frozen=True):
     capture: Capture = Capture()
     log: Log = Log()
     tracing: Tracing = Tracing()
+    alerts: Alerts = Alerts()
     scaling: Scaling = Scaling()
     cluster: Cluster = Cluster()
     state: State = State()
@@ -148,7 +150,7 @@ RESTART_KEYS: Final = (
     "listen.host", "listen.port", "listen.unix_socket", "listen.tls_cert", "listen.tls_key", "admin", "cluster",
     "state", "provisioners", "scaling.enabled", "scaling.lock_file", "scaling.keda_host", "scaling.keda_port",
     "scaling.replay.enabled", "index.memory_bytes", "prompts.threads", "startup",
-    "tracing.enabled", "tracing.endpoint", "tracing.headers_env", "tracing.service_name",
+    "alerts", "tracing.enabled", "tracing.endpoint", "tracing.headers_env", "tracing.service_name",
     "picker.host", "picker.port", "picker.tls_cert", "picker.tls_key", "picker.tls_client_ca",
 )  # fmt: skip
 """Tables and keys that a running router does not reload."""

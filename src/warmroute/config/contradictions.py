@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from warmroute.config.addresses import canonical_address, is_loopback, same_port
+from warmroute.config.alert_settings import alert_problems
 from warmroute.config.cluster_settings import cluster_problems
 from warmroute.config.discovery_settings import discovery_problems
 from warmroute.config.island_settings import island_problems
@@ -40,6 +41,7 @@ def contradictions(config: Config) -> Iterator[str]:
     if config.capture.block_size & (config.capture.block_size - 1):
         yield f"capture.block_size: {config.capture.block_size} is not a power of two, as the engines' block sizes are"
     yield from tracing_problems(config.tracing)
+    yield from alert_problems(config.alerts)
     yield from cluster_problems(config.cluster)
     yield from picker_problems(config.picker)
     yield from _state_problems(config)

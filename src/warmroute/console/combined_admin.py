@@ -23,6 +23,7 @@ from warmroute.console.combined_views import (
     combine_node,
     combine_nodes,
     leading_view,
+    merge_alerts,
 )
 from warmroute.console.page_files import PageFiles
 from warmroute.console.worker_api import Replies, ServingWorker, ask, ask_all, no_worker, wait_until_s
@@ -30,6 +31,7 @@ from warmroute.edge.async_handler import Request, Responder
 from warmroute.edge.errors import HttpError
 from warmroute.edge.http1 import RequestHead
 from warmroute.telemetry import metric_definitions as metrics
+from warmroute.telemetry.alert_webhook import OUTCOMES, AlertWebhook
 from warmroute.telemetry.combined_metrics import CombinedMetrics
 from warmroute.telemetry.exposition import CONTENT_TYPE
 
@@ -59,6 +61,8 @@ class CombinedAdmin:
         self._live = CombinedLive(lambda: [one.admin_socket for one in workers.serving if one.answers])
         self._page = PageFiles()
         self._turn = 0
+        self.webhook: AlertWebhook | None = None
+        """Where alerts are sent, whose counts are on the metrics page."""
 
     def admit(self, head: RequestHead) -> None:
         """Check the token. Raises HttpError."""
@@ -118,7 +122,16 @@ class CombinedAdmin:
             own[f'{metrics.WORKER_ANSWERS.name}{{worker="{worker.number}"}}'] = float(
                 worker.number not in replies.missing
             )
+        if self.webhook is not None:
+            for outcome in OUTCOMES:
+                own[f'{metrics.ALERTS_SENT.name}{{outcome="{outcome}"}}'] = float(self.webhook.counts[outcome])
         return await asyncio.get_running_loop().run_in_executor(None, self._metrics.render, own)
+
+    async def alerts(self) -> tuple[list[dict[str, Any]], bool]:
+        """Return the alerts of all workers, and whether all workers answered."""
+        replies = await ask_all(self._workers.serving, "GET", "/admin/alerts")
+        found = [msgspec.json.decode(reply.body)["alerts"] for reply in replies.found if reply.status == 200]
+        return merge_alerts(found), bool(found) and len(found) == len(replies.found) and not replies.missing
 
     async def reload_workers(self) -> tuple[int, bytes, list[int]]:
         """Return the status and body of the answer, and the workers that did not answer."""

@@ -15,7 +15,8 @@ from warmroute.prompt.tokenizer_registry import TokenizerRegistry
 from warmroute.routing.admission import TICK_S, Admission
 from warmroute.routing.dispatcher import Dispatcher
 from warmroute.routing.hedging import CHECK_S
-from warmroute.telemetry.alerts import Alerts
+from warmroute.telemetry.alert_webhook import AlertWebhook
+from warmroute.telemetry.alerts import Alerts, describe_alert
 from warmroute.telemetry.history import FINE_S, History
 
 log = EventLog("warmroute.service")
@@ -104,8 +105,8 @@ async def run_clean_up(cache_view: CacheView, tokenizer_registry: TokenizerRegis
             log.exception("clean_up_failed", "The router tries again.")
 
 
-async def run_history(history: History, alerts: Alerts) -> None:
-    """Keep the history of the live page, and look for problems."""
+async def run_history(history: History, alerts: Alerts, webhook: AlertWebhook | None) -> None:
+    """Keep the history of the live page, look for problems, and tell the operator's webhook of them."""
     next_alerts_s = 0.0
     while True:
         now_s = time.monotonic()
@@ -113,7 +114,10 @@ async def run_history(history: History, alerts: Alerts) -> None:
             history.sample(now_s)
             if now_s >= next_alerts_s:
                 next_alerts_s = now_s + ALERTS_S
-                alerts.update(now_s)
+                changed = alerts.update(now_s)
+                if changed and webhook is not None:
+                    wall_s = time.time() - now_s
+                    webhook.send([describe_alert(alert, wall_s) for alert in changed])
         except Exception:
             log.exception("history_failed", "The router tries again.")
         await asyncio.sleep(FINE_S)

@@ -72,6 +72,7 @@ from warmroute.service.systemd import ADMIN_SOCKET, Systemd
 from warmroute.service.tokenizer_search import find_tokenizer_files
 from warmroute.service.traffic_recording import record_recent_traffic
 from warmroute.service.workers.worker import Worker
+from warmroute.telemetry.alert_webhook import create_webhook
 from warmroute.telemetry.alerts import Alerts
 from warmroute.telemetry.cache_changes import CacheChanges
 from warmroute.telemetry.cluster_metrics import ClusterMetrics
@@ -182,6 +183,7 @@ class Service:
             lambda _now_s: discovery_alerts(self.discovery),
             lambda now_s: cluster_alerts(self.member, now_s),
         )
+        self.alert_webhook = create_webhook(config.alerts) if worker is None else None  # else the parent has it
         page = MetricsPage(
             self.fleet,
             self.cache_view,
@@ -195,7 +197,11 @@ class Service:
                 QueueMetrics(self.admission.queue),
                 HitRateMetrics(hit_rates, self.prompt_doctor),
                 RouterMetrics(
-                    self.config_reload.reloads, self.loop_delay, self.alerts, self.proxy.dispatcher.decisions
+                    self.config_reload.reloads,
+                    self.loop_delay,
+                    self.alerts,
+                    self.proxy.dispatcher.decisions,
+                    self.alert_webhook,
                 ),
                 DiscoveryMetrics(self.discovery.stats),
                 ClusterMetrics(lambda: self.member.figures() if self.member is not None else None),
@@ -329,7 +335,7 @@ class Service:
             loop.create_task(self.model_watch.run()),
             loop.create_task(self.journal.run()),
             loop.create_task(self.capture.run()),
-            loop.create_task(run_history(self.history, self.alerts)),
+            loop.create_task(run_history(self.history, self.alerts, self.alert_webhook)),
             loop.create_task(self.prompt_doctor.run()),
         ]
         if (file := self._config_file) is not None:
@@ -340,6 +346,8 @@ class Service:
         )
         if self._trace_exporter is not None:
             self._trace_exporter.start()
+        if self.alert_webhook is not None:
+            self.alert_webhook.start()
         self.nodes.reconfigure(config.nodes, config.health)
         self.shared_nodes.restore(operators_changes)
         self.discovery.reconfigure(config.discovery)
@@ -443,6 +451,8 @@ class Service:
         await self.capture.close()
         if self._trace_exporter is not None:
             await self._trace_exporter.close()
+        if self.alert_webhook is not None:
+            await self.alert_webhook.close()
         await asyncio.sleep(0)
         self.plain_sockets.close()
 

@@ -19,6 +19,7 @@ from warmroute.edge.listening_sockets import server_tls
 from warmroute.prompt.tokenizer_loader import check_tokenizer_path, load_error_reason, read_template
 from warmroute.scaling.provisioners import create_provisioner
 from warmroute.service.node_state import create_store
+from warmroute.telemetry.alert_webhook import is_header_value
 from warmroute.telemetry.tracing.create import import_opentelemetry
 
 
@@ -48,7 +49,7 @@ def check_startup(config: Config) -> StartupReport:
         problems += _errors_of(lambda source=source: create_source(source))  # type: ignore[misc]
     warnings: list[str] = []
     for problem in (*_provisioner_problems(config), *_unset_variables(config)):
-        fatal = config.scaling.enabled or problem.startswith(("nodes.", "discovery.", "tracing."))
+        fatal = config.scaling.enabled or problem.startswith(("nodes.", "discovery.", "tracing.", "alerts."))
         (problems if fatal else warnings).append(problem)
     if not config.scaling.enabled:
         warnings = [f"{one} (the provisioner is unused while scaling.enabled is false)" for one in warnings]
@@ -116,6 +117,11 @@ def _unset_variables(config: Config) -> Iterator[str]:
     headers_env = config.tracing.headers_env
     if config.tracing.enabled and headers_env and not os.environ.get(headers_env):
         yield _unset("tracing.headers_env", headers_env, "the headers for the collector")
+    secret_env = config.alerts.webhook_secret_env
+    if secret_env and not os.environ.get(secret_env):
+        yield _unset("alerts.webhook_secret_env", secret_env, "the secret for the webhook of alerts")
+    elif secret_env and not is_header_value(os.environ[secret_env]):
+        yield f"alerts.webhook_secret_env: the value of {secret_env} is no value of a header: it has control characters"
     for one in config.provisioners:
         if one.api_key_env and not os.environ.get(one.api_key_env):
             yield _unset("provisioners.api_key_env", one.api_key_env, f"the API key of {one.label}")

@@ -224,6 +224,9 @@ LOOP_DELAY_MAX: Final = _gauge(
     "event_loop_delay_max_seconds", "Longest delay of the event loop in the last one to two minutes."
 )
 ALERTS: Final = _gauge("alerts", "Alerts that the live page shows now, by name.", "alert", "severity")
+ALERTS_SENT: Final = _counter(
+    "alert_webhook_changes", "Alerts that began or ended, by what became of them at `alerts.webhook_url`.", "outcome"
+)
 CONFIG_RELOADS: Final = _counter("config_reloads", "Reloads of configuration and certificates.", "result")
 CONFIG_RELOAD_OK: Final = _gauge(
     "config_last_reload_successful", "1 if the last reload succeeded, or there was none; 0 if it was rejected."

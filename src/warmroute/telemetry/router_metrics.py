@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 
 from warmroute.telemetry import metric_definitions as metrics
+from warmroute.telemetry.alert_webhook import OUTCOMES, AlertWebhook
 from warmroute.telemetry.alerts import Alerts
 from warmroute.telemetry.exposition import Page, format_labels
 from warmroute.telemetry.loop_delay import LoopDelay
@@ -33,13 +34,15 @@ class Reloads:
 
 class RouterMetrics:
     def __init__(
-        self, reloads: Reloads, loop_delay: LoopDelay, alerts: Alerts, decisions: Mapping[tuple[str, str], int]
-    ) -> None:
+        self, reloads: Reloads, loop_delay: LoopDelay, alerts: Alerts, decisions: Mapping[tuple[str, str], int],
+        webhook: AlertWebhook | None,
+    ) -> None:  # fmt: skip
         """`decisions`: by policy and reason."""
         self._reloads = reloads
         self._loop_delay = loop_delay
         self._alerts = alerts
         self._decisions = decisions
+        self._webhook = webhook
 
     def __call__(self, page: Page) -> None:
         reloads, delay = self._reloads, self._loop_delay
@@ -56,3 +59,6 @@ class RouterMetrics:
         alerts = Counter((alert.name, alert.severity) for alert in self._alerts.current)
         for (name, severity), count in sorted(alerts.items()):
             page[metrics.ALERTS].add(count, format_labels(alert=name, severity=severity))
+        if self._webhook is not None:
+            for outcome in OUTCOMES:
+                page[metrics.ALERTS_SENT].add(self._webhook.counts[outcome], format_labels(outcome=outcome))

@@ -28,6 +28,7 @@ from warmroute.event_log import EventLog
 from warmroute.service.config_reload import log_rejected
 from warmroute.service.file_watch import watch_files
 from warmroute.service.node_state import NodeState
+from warmroute.service.periodic_tasks import ALERTS_S
 from warmroute.service.process_exit import EXIT_GRACE_S
 from warmroute.service.startup import url_host, warn_without_keys
 from warmroute.service.systemd import ADMIN_SOCKET, Systemd
@@ -35,6 +36,7 @@ from warmroute.service.workers.frames import GONE
 from warmroute.service.workers.passed_connections import ConnectionPassing
 from warmroute.service.workers.replica_link import ReplicaLink
 from warmroute.service.workers.worker_process import SILENT_S, WorkerProcess
+from warmroute.telemetry.alert_webhook import AlertWebhook, ChangedAlerts, create_webhook
 
 log = EventLog("warmroute.service")
 
@@ -77,6 +79,7 @@ class Supervisor:
         """Workers that hung during a reload."""
         self._timers = TimerWheel(time.monotonic)
         self.admin = CombinedAdmin(self, self.config.admin.token_sha256)
+        self.admin.webhook = create_webhook(self.config.alerts)
         self._admin_listener = Listener(
             AsyncHandler(self.admin.answer, self.admin.admit), self.config.limits, self._timers
         )
@@ -118,6 +121,8 @@ class Supervisor:
         finally:
             await self._replicas.close()
             await self._node_state.close()
+            if self.admin.webhook is not None:
+                await self.admin.webhook.close()
             for worker in self._workers.values():
                 worker.signal(signal.SIGKILL)
             for task in self._tasks:
@@ -156,6 +161,9 @@ class Supervisor:
         self._replicas.start(self.config.cluster)
         self._spawn(self._replicas.run())
         self._spawn(self._watch_workers())
+        if (webhook := self.admin.webhook) is not None:
+            webhook.start()
+            self._spawn(self._send_alerts(webhook))
         if (file := self._config_file) is not None:
             changed = lambda: self._spawn(self._reload(f"{file} changed"))  # noqa: E731
             self._spawn(watch_files(lambda: [file], changed))
@@ -264,6 +272,17 @@ class Supervisor:
                     )  # fmt: skip
                     worker.signal(signal.SIGKILL)
             hung &= set(self._workers.values())
+
+    async def _send_alerts(self, webhook: AlertWebhook) -> None:
+        """Tell the operator's webhook of the alerts of all workers, each alert once."""
+        changes = ChangedAlerts()
+        while True:
+            await asyncio.sleep(ALERTS_S)
+            try:
+                alerts, complete = await self.admin.alerts()
+                webhook.send(changes.update(alerts, complete, time.time()))
+            except Exception:
+                log.exception("history_failed", "The router tries again.")
 
     def _tell_others(self, sender: WorkerProcess, kind: bytes, payload: bytes) -> None:
         for worker in self._workers.values():
