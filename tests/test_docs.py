@@ -130,7 +130,8 @@ ROUTING_ERRORS = (
     routing_errors.NoNodeInSubset(), routing_errors.ContextTooLong(9000, 2048), routing_errors.AllNodesFailed(2, None),
     routing_errors.AllNodesBusy(1), routing_errors.AllNodesUnavailable(1), routing_errors.QueueFull(),
     routing_errors.Displaced(), routing_errors.HeldTooLong(),
-    routing_errors.NodeQueuesFull(), routing_errors.WouldQueue(), routing_errors.QueueTimeout(),
+    routing_errors.NodeQueuesFull(), routing_errors.NodesFull(), routing_errors.WouldQueue(),
+    routing_errors.QueueTimeout(),
     routing_errors.DeadlineUnreachable(True, 2.0, 1.0), routing_errors.RateLimited("requests", 1.0, 1, 1.0, ()),
     routing_errors.DeadlinePassed(True, 2.0),
 )  # fmt: skip

@@ -40,7 +40,7 @@ async def test_json_and_yaml_say_the_same(tmp_path: Path) -> None:
             "targets": ["10.0.0.7:8000", "[fd00::7]:8001"],
             "labels": {
                 "model": "llama, qwen/2", "island": "aws/us-east-1", "gpu": "L4", "role": "decode", "engine": "vllm",
-                "usd_per_hour": "0.8", "job": "vllm", "__scheme__": "https",
+                "usd_per_hour": "0.8", "max_inflight": "12", "job": "vllm", "__scheme__": "https",
             },
         },
         {"targets": ["gpu-a.lan"]},
@@ -49,7 +49,7 @@ async def test_json_and_yaml_say_the_same(tmp_path: Path) -> None:
     (tmp_path / "t.yml").write_text(
         "- targets: [10.0.0.7:8000, '[fd00::7]:8001']\n"
         "  labels: {model: 'llama, qwen/2', island: aws/us-east-1, gpu: L4, role: decode, engine: vllm,\n"
-        "           usd_per_hour: 0.8, job: vllm, __scheme__: https}\n"
+        "           usd_per_hour: 0.8, max_inflight: 12, job: vllm, __scheme__: https}\n"
         "- targets: [gpu-a.lan]\n"
     )
     found = await first(source(tmp_path / "t.json"))
@@ -57,7 +57,7 @@ async def test_json_and_yaml_say_the_same(tmp_path: Path) -> None:
     one, two, three = (target.node for target in found.found)
     assert one.url == "https://10.0.0.7:8000" and two.url == "https://[fd00::7]:8001"
     assert one.models == ("llama", "qwen/2") and one.island == "aws/us-east-1" and one.gpu == "L4"
-    assert (one.role, one.engine, one.usd_per_hour) == ("decode", "vllm", 0.8)
+    assert (one.role, one.engine, one.usd_per_hour, one.max_inflight) == ("decode", "vllm", 0.8, 12)
     assert (three.url, three.island, three.models) == ("http://gpu-a.lan:8000", "local", ())
 
 
@@ -113,7 +113,7 @@ def test_single_invalid_targets_and_labels_are_ignored() -> None:
         {"targets": ["good:8000", 7, "a:0", "a:99999", "a b:1", "user@a:1", "x" * 400, "::1", "[::1", "a/b:1"]},
         {"targets": "good:8000"}, 5, {"targets": ["b:1"], "labels": 5},
         {"targets": ["c:1"], "labels": {"role": "king", "engine": "x", "usd_per_hour": "nan", "gpu": "G" * 201,
-                                       "model": "a\x00b", "island": {"a": 1}}},
+                                       "max_inflight": "-1", "model": "a\x00b", "island": {"a": 1}}},
     ]  # fmt: skip
     found = read_groups(CONFIG, groups)
     assert [target.node.url for target in found.found] == ["http://good:8000", "http://[::1]:8000", "http://c:1"]
@@ -121,7 +121,7 @@ def test_single_invalid_targets_and_labels_are_ignored() -> None:
     assert (odd.role, odd.engine, odd.usd_per_hour, odd.gpu, odd.models, odd.island) == (
         "mixed", "auto", 0.0, "", (), "local",
     )  # fmt: skip
-    assert len(found.invalid) == 17 and any("possible values: mixed, prefill, decode" in one for one in found.invalid)
+    assert len(found.invalid) == 18 and any("possible values: mixed, prefill, decode" in one for one in found.invalid)
 
 
 @settings(max_examples=40)

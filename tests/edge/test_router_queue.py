@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from typing import Any
 
@@ -327,3 +328,46 @@ async def test_requests_without_streaming_do_not_wait_for_each_other_to_end() ->
         gate.release(4)
         for peer in peers:
             assert (await peer.response()).status == 200
+
+
+async def test_an_engine_gets_no_more_than_max_inflight_requests_at_a_time() -> None:
+    """Also without streaming, where the router does not see when a prefill ends."""
+    async with engines() as [engine], router({"url": engine.url, "max_inflight": 2}, routing=PRICE) as r:
+        gate = ResponseGate(engine)
+        peers = []
+        for number in range(6):
+            peers.append(await r.connect())
+            peers[-1].write(post(chat(f"{number} short")))
+        await until_queued(r, 4)
+        await asyncio.sleep(0.2)  # several runs of the admission loop
+        assert len(engine.seen) == 2 and r.node(0).inflight == 2
+        [node] = json.loads((await r.admin("GET", "/admin/nodes")).body)["nodes"]
+        assert node["max_inflight"] == node["requests_in_flight"] == 2
+        explained = json.loads((await r.admin("POST", "/admin/explain", b'{"body": %b}' % chat("7 short"))).body)
+        assert explained["would_queue"] and "every node is at max_inflight" in explained["explanation"]
+        assert (
+            '\nwarmroute_node_max_requests_in_flight{node="node0"} 2\n'
+            in (await r.admin("GET", "/metrics")).body.decode()
+        )
+        for served in range(3, 7):
+            gate.release()
+            await until(lambda served=served: len(engine.seen) == served)
+            assert r.node(0).inflight == 2
+        gate.release(2)
+        assert [(await peer.response()).status for peer in peers] == [200] * 6
+
+
+async def test_a_policy_that_does_not_queue_answers_429_at_max_inflight() -> None:
+    table: dict[str, Any] = {"routing": {"policy": "round_robin"}}
+    async with engines() as [engine], router({"url": engine.url, "max_inflight": 1}, **table) as r:
+        gate = ResponseGate(engine)
+        first = await r.connect()
+        first.write(post(chat("first")))
+        await until(lambda: engine.seen)
+        rejected = await r.request(post(chat("second")))
+        assert rejected.status == 429 and rejected.error["code"] == "overloaded" and rejected.get("retry-after")
+        page = (await r.admin("GET", "/metrics")).body.decode()
+        assert '\nwarmroute_requests_rejected_total{priority="normal",reason="max_inflight"} 1\n' in page
+        gate.release(2)
+        assert (await first.response()).status == 200
+        assert (await r.request(post(chat("third")))).status == 200

@@ -413,8 +413,8 @@ def test_a_request_that_was_sent_elsewhere_meanwhile_is_not_sent_a_second_time()
     attempts, driver, split = harness.split()
     close_ticket = harness.dispatcher.close_ticket
 
-    def close_and_move(moved: Attempts, ticket: Ticket, *args: Any) -> None:
-        close_ticket(moved, ticket, *args)
+    def close_and_move(moved: Attempts, ticket: Ticket, *args: Any, **more: Any) -> None:
+        close_ticket(moved, ticket, *args, **more)
         if ticket is split.prefill_ticket:
             harness.dispatcher.close_ticket = close_ticket  # type: ignore[method-assign]
             attempts.send_alone(split._decision, harness.node("d0"), harness.now_s)

@@ -387,8 +387,8 @@ async def test_an_adopted_machine_has_the_configured_role_before_its_offer_is_kn
     provisioner = ScriptedProvisioner()
     provisioner.create("old")
     provisioner.fails["offers"] = ProvisionerError("throttled")
-    config = ProvisionerConfig(kind="kubernetes", role="prefill", bootstrap_port=9001, island="east")
+    config = ProvisionerConfig(kind="kubernetes", role="prefill", bootstrap_port=9001, island="east", max_inflight=40)
     async with running(provisioner, configured=config) as harness:
         await harness.until(lambda: len(harness.serving()) == 1)
         (node,) = harness.fleet
-        assert (node.role, node.config.bootstrap_port, node.island) == ("prefill", 9001, "east")
+        assert (node.role, node.config.bootstrap_port, node.island, node.max_inflight) == ("prefill", 9001, "east", 40)

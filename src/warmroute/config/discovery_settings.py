@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from warmroute.config.node_settings import Role
+from warmroute.config.node_settings import MaxInflight, Role
 from warmroute.config.section import Port, Seconds, Section
 
 DEFAULT_ENGINE_PORT = 8000
@@ -43,6 +43,7 @@ class DiscoveryConfig(Section, frozen=True):
     ] = ""
     gpu: Annotated[str, Meta(description="GPU of the nodes. Empty: as the source reports it.")] = ""
     usd_per_hour: Annotated[float, Meta(ge=0, description="Cost of each node. 0: unknown.")] = 0.0
+    max_inflight: MaxInflight = 0
     api_key_env: Annotated[str, Meta(description="Environment variable with the API key that the engines require.")] = (
         ""
     )
@@ -113,8 +114,8 @@ class DiscoveryConfig(Section, frozen=True):
 
 
 _COMMON_KEYS = {
-    "kind", "name", "scheme", "models", "engine", "role", "island", "gpu", "usd_per_hour", "api_key_env", "kv_events",
-    "kv_replay",
+    "kind", "name", "scheme", "models", "engine", "role", "island", "gpu", "usd_per_hour", "max_inflight",
+    "api_key_env", "kv_events", "kv_replay",
 }  # fmt: skip
 _KEYS_OF_KIND = {
     "file": {"file"},

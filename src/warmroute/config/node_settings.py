@@ -14,6 +14,17 @@ MAX_NAME_LENGTH: Final = 200
 """Characters in a node's name."""
 
 
+MaxInflight = Annotated[
+    int,
+    Meta(
+        ge=0,
+        le=1_000_000,
+        description="Requests that the router sends to the node at the same time. Further ones wait at the router, or "
+        "get 429 where they may not wait. 0: no limit.",
+    ),
+]
+
+
 class NodeConfig(Section, frozen=True):
     """An engine endpoint."""
 
@@ -32,6 +43,7 @@ class NodeConfig(Section, frozen=True):
             description="Maximum number of prompt and output tokens together. 0: as the engine reports in /v1/models.",
         ),
     ] = 0
+    max_inflight: MaxInflight = 0
     engine: Annotated[
         Literal["auto", "vllm", "sglang", "trtllm"],
         Meta(description="Engine of the node. `auto`: detected from its metrics."),

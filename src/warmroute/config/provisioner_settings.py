@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from warmroute.config.node_settings import Role
+from warmroute.config.node_settings import MaxInflight, Role
 from warmroute.config.section import NOT_IN_FILE, Count, Port, Seconds, Section, keys_of
 
 Kind = Literal["process", "kubernetes", "ec2", "skypilot", "command", "webhook"]
@@ -44,6 +44,7 @@ class ProvisionerConfig(Section, frozen=True):
     bootstrap_port: Annotated[
         int, Meta(ge=1, le=65_535, description="Port of a prefill node's bootstrap server. As `nodes.bootstrap_port`.")
     ] = 8998
+    max_inflight: MaxInflight = 0
     gpu: Annotated[str, Meta(description="GPU of the nodes, for example `L4`. Empty: as the provider reports.")] = ""
     gpus: Annotated[Count, Meta(description="GPUs per node if the provider does not report it.")] = 1
     spot: Annotated[bool, Meta(description="process, kubernetes: the nodes can be preempted.")] = False
@@ -159,6 +160,7 @@ _COMMON_KEYS = {
     "api_key_env",
     "role",
     "bootstrap_port",
+    "max_inflight",
 }
 _NODE_KEYS = {"gpu", "gpus", "spot", "usd_per_hour", "expected_start_s", "max_nodes", "port"}
 _OFFER_KEYS = {"gpu", "gpus", "expected_start_s", "max_nodes", "port", "regions", "instance_types", "markets", "prices"}

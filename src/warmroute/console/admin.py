@@ -299,6 +299,7 @@ def describe_node(node: Node) -> dict[str, Any]:
         "state": "draining" if node.draining else health.state.value,
         "reason": _DRAINED[node.drained_by_hand] if node.draining else health.reason,
         "requests_in_flight": node.inflight,
+        "max_inflight": node.max_inflight or None,
         "other_requests": node.other_load,
         "engine_running": node.running,
         "engine_waiting": node.waiting,

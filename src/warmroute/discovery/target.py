@@ -52,7 +52,7 @@ class Source(Protocol):
 
 
 _CHOICES: Final = {key: get_args(get_type_hints(NodeConfig, include_extras=False)[key]) for key in ("engine", "role")}
-LABELS: Final = ("model", "engine", "role", "gpu", "island", "usd_per_hour")
+LABELS: Final = ("model", "engine", "role", "gpu", "island", "usd_per_hour", "max_inflight")
 """Labels of a target that the router reads."""
 
 
@@ -72,6 +72,7 @@ def create_target(
     settings: dict[str, Any] = {
         "models": config.models, "engine": config.engine, "role": config.role, "gpu": config.gpu,
         "island": config.island or "local", "usd_per_hour": config.usd_per_hour,
+        "max_inflight": config.max_inflight,
     }  # fmt: skip
     settings |= _read_labels({key: value for key, value in labels.items() if key in LABELS and value}, invalid)
     if config.island:
@@ -102,6 +103,11 @@ def _read_labels(labels: Mapping[str, object], invalid: list[str]) -> dict[str, 
                 invalid.append(f"the label usd_per_hour is {text!r}, which is no price")
             else:
                 settings[key] = price
+        elif key == "max_inflight":
+            if text.isascii() and text.isdigit() and len(text) <= 7 and int(text) <= 1_000_000:
+                settings[key] = int(text)
+            else:
+                invalid.append(f"the label max_inflight is {text!r}, which is no number of requests up to 1,000,000")
         elif key in _CHOICES and text not in _CHOICES[key]:
             invalid.append(f"the label {key} is {text!r}; possible values: {', '.join(_CHOICES[key])}")
         else:

@@ -21,6 +21,7 @@ _NOT_ADMITTED: Final[dict[type[reasons.NotAdmitted], tuple[str, str]]] = {
         f"request's place. {RETRY}",
     ),
     reasons.NodeQueuesFull: ("overloaded", f"Every node already has a long queue. {RETRY}"),
+    reasons.NodesFull: ("overloaded", f"Every node has as many requests as it may have at a time. {RETRY}"),
     reasons.AllNodesBusy: ("overloaded", f"Every node is busy. {RETRY}"),
     reasons.HeldTooLong: ("overloaded", f"No node has room for a low-priority request now. {RETRY}"),
     reasons.WouldQueue: (

@@ -54,9 +54,9 @@ class Node(NodeState):
     __slots__ = (
         "adapter_names", "api_key_env", "blocked_until_s", "busy_until_s", "config", "context_windows",
         "drained_by_hand", "draining", "engine", "engine_undetected", "excused_failures", "groups", "health", "host",
-        "incarnation", "island", "kv_connector", "last_progress_s", "loaded_adapters", "model_cards", "models",
-        "no_transfer_until_s", "number", "port", "rates", "recent_requests", "reported", "role", "running", "scheme",
-        "seed", "transfer_tokens", "url", "waiting", "whole_answers",
+        "incarnation", "island", "kv_connector", "last_progress_s", "loaded_adapters", "max_inflight", "model_cards",
+        "models", "no_transfer_until_s", "number", "port", "rates", "recent_requests", "reported", "role", "running",
+        "scheme", "seed", "transfer_tokens", "url", "waiting", "whole_answers",
     )  # fmt: skip
 
     def __init__(self, config: NodeConfig, health: HealthConfig, adapters: FleetAdapters | None = None) -> None:
@@ -154,6 +154,8 @@ class Node(NodeState):
         self.role: Role = config.role
         self.engine: str = config.engine
         self.api_key_env = config.api_key_env
+        self.max_inflight = config.max_inflight
+        """Requests that it gets at the same time; 0: any number."""
 
     def update_config(self, config: NodeConfig) -> None:
         """Take over a changed configuration of the same endpoint. What the router learned about it stays, and
@@ -218,6 +220,11 @@ class Node(NodeState):
     def needs_trial_request(self) -> bool:
         """Whether a half-open node has no request that could be its trial. Older requests do not count."""
         return not self.inflight or self.last_ticket_s < self.health.half_open_s
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the node has as many requests of this process and its peers as it may have."""
+        return 0 < self.max_inflight <= self.inflight
 
     @property
     def own_inflight(self) -> int:

@@ -170,7 +170,8 @@ class PickerServer:
                 or self._api_key(other) != key
             ):
                 continue
-            if other.role == "prefill" or other.needs_partner:  # it cannot serve a whole request
+            # A node that cannot serve a whole request, or has as many requests as it may have.
+            if other.role == "prefill" or other.needs_partner or other.is_full:
                 continue
             if endpoint := of(other):
                 named.append(endpoint)

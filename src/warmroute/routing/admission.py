@@ -40,6 +40,7 @@ from warmroute.routing.routing_errors import (
     Displaced,
     HeldTooLong,
     NodeQueuesFull,
+    NodesFull,
     NoNodeAvailable,
     NotAdmitted,
     QueueFull,
@@ -158,6 +159,10 @@ class Admission:
         """Return a decision for an eligible node, and whether that has room for the request. Raises NotAdmitted."""
         if self._has_threshold or not request.may_queue or request.deadline_s or request.total_deadline_s:
             decision = self._eligible(request, decision, now_s)
+        if decision.is_full:
+            decision = self._below_max_inflight(request, decision, now_s)
+            if decision.is_full and not self._queues(request):
+                raise self._shed(NodesFull(decision.node.latency_ms / 1000.0 / max(1, decision.node.inflight)))
         if request.priority == LOW and self._has_to_queue(request, decision, now_s):
             return decision, False
         return decision, self._fits(request, decision, now_s)
@@ -175,7 +180,14 @@ class Admission:
         return not work_ms or self.has_room(node, now_s, work_ms)
 
     def _fits(self, request: RoutingRequest, decision: Decision, now_s: float) -> bool:
+        if decision.is_full:
+            return False
         return decision.index < 0 or not self._queues(request) or self.has_room(decision.entry_node, now_s)
+
+    def _below_max_inflight(self, request: RoutingRequest, decision: Decision, now_s: float) -> Decision:
+        """Return a decision for a node with fewer requests than its `max_inflight`, if there is one."""
+        threshold = self._config_of(request).queue_threshold if self._has_threshold else 0
+        return eligible_nodes.below_max_inflight(self._router, request, decision, threshold, now_s)
 
     def _is_ours(self, request: RoutingRequest, decision: Decision, now_s: float) -> bool:
         """Return False if the room is a peer's."""
@@ -189,7 +201,10 @@ class Admission:
         return turns.is_ours(node, own, self._limit_ms(node), now_s)
 
     def has_room(self, node: Node, now_s: float, more_ms: float = 0.0) -> bool:
-        """Return whether little prefill work is left on the node, with this much more. An idle node has room."""
+        """Return whether the node has fewer requests than it may have, and little prefill work left, with this much
+        more. An idle node has room."""
+        if node.is_full:
+            return False
         if (not node.inflight and not more_ms) or node.is_blocked(now_s):
             return not node.inflight
         turns = self.turns
@@ -349,6 +364,8 @@ class Admission:
             if not self._is_current(key, queued, now_s):
                 continue
             decision = queued.decision
+            if decision.is_full:
+                continue
             if decision.price is None:
                 return queued
             if decision.entry_node is not node or self._over_threshold(queued.pending.request, node):
@@ -385,6 +402,8 @@ class Admission:
         if self._has_threshold and (threshold := self._config_of(pending.request).queue_threshold):
             with suppress(NodeQueuesFull):  # it continues to wait
                 decision = eligible_nodes.below_queue_threshold(self._router, pending.request, decision, threshold)
+        if decision.is_full:
+            decision = self._below_max_inflight(pending.request, decision, now_s)
         self.queue.update_decision(key, queued, decision)
         return True
 
@@ -411,6 +430,8 @@ class Admission:
         """Decide for a request that had no node. Return whether it goes at once. Raises RoutingError."""
         request = pending.request
         decision = self._eligible(request, self._router.decide(request, now_s, pending.lookup), now_s)
+        if decision.is_full:
+            decision = self._below_max_inflight(request, decision, now_s)
         return decision, self._fits(request, decision, now_s) and self._is_ours(request, decision, now_s)
 
     def _check_queued(self, now_s: float) -> None:
@@ -444,7 +465,7 @@ class Admission:
                 queue.remove(key, pending)
                 pending.on_rejected(error)
             elif not (self._queues(request) if request.route else default_queues):  # the configuration has changed
-                if self._decide_again(key, queued, now_s):
+                if self._decide_again(key, queued, now_s) and not queued.decision.is_full:
                     queue.remove(key, pending)
                     pending.on_admitted(queued.decision)
             elif queued.node_is_gone:

@@ -189,13 +189,17 @@ class Attempts:
     ) -> None:
         """The node failed before the client received anything: try the next one, or reject the request.
         `status`: that of a busy node, if it answered."""
-        dispatcher = self._dispatcher
         failover = self.give_up(outcome, reason, now_s)
         if outcome is Outcome.BUSY:
             failover.busy(failover.failed[-1], status, retry_after_s, now_s)
         if self.hedge is not None:
             self._promote_hedge()
             return
+        self._try_next(outcome, now_s)
+
+    def _try_next(self, outcome: Outcome, now_s: float) -> None:
+        """Try the next node, or reject the request."""
+        dispatcher, failover = self._dispatcher, self.get_failover()
         if dispatcher.may_try_another(self):
             next_node = failover.next_node(dispatcher.router, self.request, self.lookup, now_s)
             if next_node is not None:
@@ -267,6 +271,9 @@ class Attempts:
         """Leave the current node for this one. `outcome`: that of the current node."""
         self.driver.withdraw()
         failover = self.give_up(outcome, reason, now_s)
+        if other.is_full:  # a queued request got its last place when this one left its node
+            self._try_next(outcome, now_s)
+            return
         self._dispatcher.counters.retries += 1
         self._try(failover.decision, other, now_s)
 

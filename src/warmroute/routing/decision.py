@@ -73,6 +73,11 @@ class Decision:
         """The node that gets the request first: its queue is the one to wait for."""
         return self.node if self.pair is None else self.pair.prefill_node
 
+    @property
+    def is_full(self) -> bool:
+        """Whether a node that the request would be sent to has as many requests as it may have."""
+        return self.node.is_full or (self.pair is not None and self.pair.prefill_node.is_full)
+
     def fallbacks(self) -> list[Node]:
         """Return the other candidates, the best first."""
         order = self.order() if self.order is not None else self._by_price()

@@ -119,15 +119,18 @@ class Dispatcher:
         fleet.observe_health(self._health_changed)
 
     def close_ticket(
-        self, attempts: Attempts, ticket: Ticket, outcome: Outcome, now_s: float, reason: str = "", *, sent: bool = True
-    ) -> None:
-        """`sent`: whether the node got the request. If not, it is no attempt."""
+        self, attempts: Attempts, ticket: Ticket, outcome: Outcome, now_s: float, reason: str = "", *,
+        sent: bool = True, frees: bool = True,
+    ) -> None:  # fmt: skip
+        """`sent`: whether the node got the request. If not, it is no attempt. `frees`: whether others may have its
+        place on the node at once; else the caller calls `node_freed` later."""
         self.fleet.close_ticket(ticket, outcome, now_s, reason)
         if attempts.history is not None and sent:
             attempts.history.closed.append(ClosedTicket(ticket, outcome, now_s, reason))
         if self._ticket_closed is not None:
             self._ticket_closed(attempts, ticket, now_s)
-        self.node_freed(ticket.node, now_s)
+        if frees:
+            self.node_freed(ticket.node, now_s)
 
     def count_decision(self, decision: Decision) -> None:
         query, decisions = decision.query, self.decisions

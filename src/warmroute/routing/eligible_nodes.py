@@ -6,6 +6,7 @@ A node is not eligible if its own queue is too long, or if it would miss the req
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Final
 
 from warmroute.config.priority import HIGH, LOW
 from warmroute.fleet.arrival_rate import UNMEASURED_S
@@ -16,6 +17,11 @@ from warmroute.routing.deadline_check import check_deadlines, max_ttft_ms
 from warmroute.routing.decision import Decision
 from warmroute.routing.router import Router
 from warmroute.routing.routing_errors import NodeQueuesFull, WouldQueue
+
+SOME_FULL: Final = "other nodes are at max_inflight"
+"""Reason of a decision for a node that was not full, where a better one was."""
+ALL_FULL: Final = "every node is at max_inflight"
+"""Reason of a decision for a full node: the request waits for it."""
 
 
 def eligible(router: Router, request: RoutingRequest, decision: Decision, threshold: int, now_s: float) -> Decision:
@@ -48,6 +54,27 @@ def below_queue_threshold(router: Router, request: RoutingRequest, decision: Dec
     if found is None and request.priority != HIGH:
         raise NodeQueuesFull(_queue_s(decision, limit))
     return found or decision
+
+
+def below_max_inflight(
+    router: Router, request: RoutingRequest, decision: Decision, threshold: int, now_s: float
+) -> Decision:
+    """Return a decision for nodes with fewer requests than their `max_inflight`. If there is none, or none that meets
+    the request's deadlines, return the same decision for full nodes."""
+
+    def has_place(node: Node) -> bool:
+        return not (
+            node.is_full
+            or is_over_threshold(request, node, threshold)
+            or (node.waiting and not request.may_queue)
+        )  # fmt: skip
+
+    found = _among(router, decision, has_place, SOME_FULL)
+    has_deadline = request.deadline_s or request.total_deadline_s
+    if found is None or found.is_full or (has_deadline and check_deadlines(request, found, now_s) is not None):
+        decision.reason = ALL_FULL
+        return decision
+    return found
 
 
 def without_queue(router: Router, decision: Decision) -> Decision:

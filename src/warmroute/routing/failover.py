@@ -2,7 +2,8 @@
 
     order   the decision's fallbacks; then nodes that came up meanwhile; then those that are only suspected to be down
     never   draining nodes, nodes that are confirmed down, nodes that failed at this request before, and nodes that
-            need a prefill node if the request may not be split
+            need a prefill node if the request may not be split, and nodes with `max_inflight` requests: the client then
+            gets 429 if no other node is left
 
 A node that is busy (429, or 503 with `Retry-After`) is asked last for as long as its `Retry-After` says. After
 MAX_BUSY_ANSWERS such answers to one request it is not asked at all, so that an overloaded fleet does not also get every
@@ -42,6 +43,8 @@ class Failover:
     _busy: int = 0
     _unavailable: int = 0
     _retry_after_s: int | None = None
+    _skipped_full: bool = False
+    """Whether a node that was not tried has as many requests as it may have."""
 
     # What the nodes answered.
 
@@ -65,7 +68,7 @@ class Failover:
     def error(self) -> RoutingError:
         """Return why the request gets no node."""
         retry_after_s = self._retry_after_s
-        if self._busy == len(self.failed):
+        if self._busy == len(self.failed) or self._skipped_full:
             return AllNodesBusy(retry_after_s or 1)
         if self._busy + self._unavailable == len(self.failed):
             return AllNodesUnavailable(retry_after_s or 1)
@@ -130,9 +133,15 @@ class Failover:
             not node.draining
             and not node.health.confirmed_down
             and node not in self.failed
+            and not self._is_full(node)
             and (request.may_split or not node.needs_partner)
             and (self._busy < MAX_BUSY_ANSWERS or node.busy_until_s <= now_s)
         )
+
+    def _is_full(self, node: Node) -> bool:
+        if node.is_full:
+            self._skipped_full = True
+        return node.is_full
 
     @staticmethod
     def _is_late(request: RoutingRequest, now_s: float) -> bool:

@@ -43,6 +43,8 @@ class OverdueTurns:
             key = (request.priority, request.tenant)
             if (without_low and key[0] == LOW) or not self._is_current(key, queued, now_s):
                 continue
+            if queued.decision.is_full:
+                continue
             waits_for_it = queued.decision.entry_node is node
             if not (waits_for_it or queued.may_go_to(node)) or self._over_threshold(request, node):
                 continue
@@ -58,7 +60,12 @@ class OverdueTurns:
         if query is None or credit_ms <= 0.0:
             return False
         decision = self._router.decide_among((node,), query)
-        if decision.entry_node is not node or decision.price is None or decision.price.prefill > credit_ms:
+        if (
+            decision.entry_node is not node
+            or decision.is_full
+            or decision.price is None
+            or decision.price.prefill > credit_ms
+        ):
             return False
         decision.reason, decision.query = OVERDUE, query
         self._queue.update_decision(key, queued, decision)
@@ -70,6 +77,7 @@ class OverdueTurns:
             request = queued.pending.request
             if (request.priority, request.tenant) != key or not self._is_current(key, queued, now_s):
                 continue
-            if queued.decision.entry_node is node and not self._over_threshold(request, node):
+            decision = queued.decision
+            if decision.entry_node is node and not decision.is_full and not self._over_threshold(request, node):
                 return queued
         return None

@@ -137,6 +137,8 @@ class Pairs:
         if len({node.engine for node in prefill_nodes.nodes}) > 1:  # the best few are those that can be combined
             engines = {node.engine for node in decision.candidates if node.transfers_kv}
             prefill_nodes = Candidates([node for node in prefill_nodes.nodes if node.engine in engines])
+        if any(node.is_full for node in prefill_nodes.nodes):
+            prefill_nodes = Candidates([node for node in prefill_nodes.nodes if not node.is_full])
         if not prefill_nodes.nodes:
             return self._by_load(decision, group) if decision.node.needs_partner else decision
         may_serve_whole = not has_peers and trial is None and query.request.subset is None
@@ -148,6 +150,7 @@ class Pairs:
         nodes = nodes or _partners(decision.node, group.half_open_prefill)
         if not nodes:
             raise NoNodeAvailable(group.model)
+        nodes = [node for node in nodes if not node.is_full] or nodes
         least = min([node.load for node in nodes])
         tied = [node for node in nodes if node.load == least]
         decision.pair = Pair(tied[int(self._random.random() * len(tied))], 0.0)
@@ -315,6 +318,8 @@ class Pairs:
         for part in self._decode_parts(policy.prices(query), nodes, nodes.index(current), query):
             node, row = part.node, part.row
             if node.engine != engine or node.island != current.island or not node.transfers_kv:
+                continue
+            if node.is_full and node is not current:
                 continue
             if node is pair.prefill_node:  # a mixed one: nothing would be transferred
                 continue

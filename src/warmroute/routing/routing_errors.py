@@ -84,6 +84,12 @@ class NodeQueuesFull(QueueFull):
     reason = "queue_threshold"
 
 
+class NodesFull(QueueFull):
+    """Every node has its `max_inflight` requests, and the request may not wait at the router."""
+
+    reason = "max_inflight"
+
+
 class AllNodesBusy(NotAdmitted):
     """Every node that was tried answered that it is busy: 429, or 503 with Retry-After."""
 

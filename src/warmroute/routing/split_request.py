@@ -358,12 +358,18 @@ class SplitRequest:
         failed = (*self.failed_prefill, self.pair.prefill_node)
         self.failed_prefill = failed
         dispatcher.waiting.pop(attempts, None)
-        dispatcher.close_ticket(attempts, attempts.ticket, Outcome.CANCELLED, now_s)
+        # Its place on the node stays its own: another request may not take it meanwhile.
+        dispatcher.close_ticket(attempts, attempts.ticket, Outcome.CANCELLED, now_s, frees=False)
         if prefilling:
             self._close_prefill(outcome, now_s, reason)
-        if attempts.done or not self.is_current or attempts.ticket is not ticket:
-            return  # closing a ticket can take a node down: the request has ended with it, or was sent elsewhere
-        log.debug("split_request_fell_back", node=node.name, reason=reason)
+        # Closing a ticket can take a node down: then the request has ended with it, or was sent elsewhere.
+        if not attempts.done and self.is_current and attempts.ticket is ticket:
+            log.debug("split_request_fell_back", node=node.name, reason=reason)
+            self._send_to_decode_node(node, failed, now_s)
+        dispatcher.node_freed(node, now_s)
+
+    def _send_to_decode_node(self, node: Node, failed: tuple[Node, ...], now_s: float) -> None:
+        attempts, dispatcher = self._attempts, self._dispatcher
         partner = dispatcher.router.partner(self._decision, node, failed) if node.needs_partner else None
         if partner is not None:
             SplitRequest(attempts, dispatcher, self._decision, Pair(partner, 0.0), failed).begin(node, now_s)
@@ -426,4 +432,4 @@ def _find_pair(attempts: Attempts, dispatcher: Dispatcher, decision: Decision, n
 
 def _is_usable(prefill_node: Node) -> bool:
     """Whether a prefill node may get a request, perhaps seconds after it was chosen."""
-    return not prefill_node.draining and not prefill_node.health.confirmed_down
+    return not (prefill_node.draining or prefill_node.health.confirmed_down or prefill_node.is_full)

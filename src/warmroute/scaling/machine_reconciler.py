@@ -151,6 +151,7 @@ class MachineReconciler:
                         gpus=offer.gpus,
                         usd_per_hour=offer.usd_per_hour,
                         api_key_env=self._clients[offer.provisioner].api_key_env,
+                        max_inflight=self._clients[offer.provisioner].max_inflight,
                     )
                 )
             except (ConfigError, NameTaken) as error:

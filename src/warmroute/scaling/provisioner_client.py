@@ -40,6 +40,7 @@ class ProvisionerClient:
         """`config`: what it says about nodes counts for machines whose offer is unknown."""
         self._config = config = config or ProvisionerConfig(kind="process")
         self.api_key_env = config.api_key_env
+        self.max_inflight = config.max_inflight
         """Environment variable with the API key of its engines."""
         self._provisioner = provisioner
         self._timeout_s = TIMEOUT_FACTOR * timeout_s

@@ -161,6 +161,8 @@ class MetricsPage:
         for node in list(self._fleet):
             name = f'node="{label_value(node.name)}"'
             in_flight.add(node.own_inflight, name)
+            if node.max_inflight:
+                page[metrics.NODE_MAX_IN_FLIGHT].add(node.max_inflight, name)
             other_requests.add(node.other_load, name)
             waiting.add(node.waiting, name)
             kv_usage.add(node.kv_usage, name)

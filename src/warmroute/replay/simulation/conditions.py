@@ -92,6 +92,8 @@ class NodeSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     block_size: int = 16
     cpu_blocks: int = 0
     by_priority: bool = False
+    max_inflight: int = 0
+    """Requests that the router sends to the node at the same time; 0: any number."""
     usd_per_hour: float = 0.0
     adapters: tuple[str, ...] = ()
     """LoRA adapters that the node serves in addition to the model."""

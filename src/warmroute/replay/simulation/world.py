@@ -97,6 +97,7 @@ class World:
             gpu=spec.profile.name,
             usd_per_hour=spec.usd_per_hour,
             role=spec.role,
+            max_inflight=spec.max_inflight,
             kv_store=spec.kv_store,
             engine="vllm",
         )
