@@ -66,16 +66,24 @@ def test_the_counters_of_an_engine_are_parsed() -> None:
         b'vllm:prefix_cache_queries_total{engine="0"} 4096.0\nvllm:prefix_cache_queries_total{engine="1"} 1024.0\n'
         b'vllm:prefix_cache_queries_created{engine="0"} 1.7e+09\nvllm:prefix_cache_hits_total{engine="0"} 2048.0\n'
         b'vllm:num_preemptions_total{engine="0"} 3.0\nvllm:request_queue_time_seconds_sum{engine="0"} 1.5\n'
+        b'vllm:request_prefill_time_seconds_sum{engine="0"} 2.5\n'
+        b'vllm:request_prefill_time_seconds_count{engine="0"} 4\n'
+        b'vllm:request_prefill_kv_computed_tokens_sum{engine="0"} 3072.0\n'
         b'vllm:request_queue_time_seconds_bucket{le="0.3"} 2.0\nvllm:request_queue_time_seconds_count{engine="0"} 4.0\n'
     )
-    assert vllm.parse_load(page).counters == EngineCounters(5120.0, 2048.0, 3.0, 1.5, 4.0)
+    assert vllm.parse_load(page).counters == EngineCounters(
+        5120.0, 2048.0, 3.0, 1.5, 4.0, prefill_time_s=2.5, prefills=4.0, prefilled_tokens=3072.0
+    )  # fmt: skip
     page = SGLANG + (
         b'sglang:prompt_tokens_total{m="x"} 900.0\nsglang:cached_tokens_total{cache_source="device"} 300.0\n'
         b'sglang:cached_tokens_total{cache_source="host"} 50.0\nsglang:num_retracted_requests_total{m="x"} 2.0\n'
         b'sglang:queue_time_seconds_sum{m="x"} 6.0\nsglang:queue_time_seconds_count{m="x"} 3.0\n'
-        b'sglang:cache_hit_rate{m="x"} 0.25\n'
+        b'sglang:cache_hit_rate{m="x"} 0.25\nsglang:time_to_first_token_seconds_sum{m="x"} 7.5\n'
+        b'sglang:time_to_first_token_seconds_count{m="x"} 3.0\n'
     )
-    assert sglang.parse_load(page).counters == EngineCounters(900.0, 350.0, 2.0, 6.0, 3.0, 0.25)
+    assert sglang.parse_load(page).counters == EngineCounters(
+        900.0, 350.0, 2.0, 6.0, 3.0, 0.25, 1.5, 3.0, 550.0, first_tokens_are_late=True
+    )  # fmt: skip
     assert vllm.parse_load(b"").counters == sglang.parse_load(SGLANG).counters == EngineCounters()
 
 
@@ -84,6 +92,7 @@ def test_the_counters_of_a_real_vllm_are_parsed() -> None:
     counters = vllm.parse_load(page).counters
     assert min(getattr(counters, name) for name in counters.__struct_fields__ if name != "hit_share") >= 0.0
     assert counters.queried_tokens > counters.hit_tokens > 0.0 and counters.queue_times > 0.0
+    assert counters.prefills == 25 and counters.prefilled_tokens == 3573 and 0.4 < counters.prefill_time_s < 0.5
 
 
 def test_engines_are_detected_by_their_metrics() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import pytest
 from kv_event_factory import hit, one_node, payload, prompt, stored
@@ -80,7 +81,7 @@ def test_load_is_dropped_when_its_report_is_stale() -> None:
 # The engine's own counters.
 
 
-def poll(node: Node, cache: NodeCache, count: int, now_s: float, waiting: int = 0, **per_poll: float) -> float:
+def poll(node: Node, cache: NodeCache, count: int, now_s: float, waiting: int = 0, **per_poll: Any) -> float:
     """Apply `count` reports, one a second, whose counters grow by `per_poll`. Return the time after them."""
     events = NodeKvEvents(cache)
     for number in range(count):

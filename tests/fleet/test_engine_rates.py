@@ -110,3 +110,18 @@ def test_no_counters_give_impossible_rates(steps: list[tuple[EngineCounters, int
         assert 0.0 <= rates.expected_queue_ms(waiting) <= MAX_QUEUE_MS
         assert rates.hit_share is None or 0.0 <= rates.hit_share <= 1.0
         assert math.isfinite(rates.preemptions_per_s)
+
+
+def test_prefill_times_of_the_engine_count_once_where_prefills_overlap() -> None:
+    rates = EngineRates()
+    rates.update(EngineCounters(prefill_time_s=5.0, prefills=10, prefilled_tokens=9_000), 0, 100.0)
+    assert rates.mean_prefill is None, "the totals of before do not count"
+    rates.update(EngineCounters(prefill_time_s=5.5, prefills=12, prefilled_tokens=11_000), 0, 110.0)
+    assert rates.mean_prefill == (pytest.approx(1000.0), pytest.approx(250.0)) and rates.new_prefills == 2
+    rates.update(EngineCounters(prefill_time_s=25.5, prefills=32, prefilled_tokens=31_000), 0, 111.0)
+    tokens, took_ms = rates.mean_prefill or (0.0, 0.0)
+    assert tokens == pytest.approx(1000.0) and took_ms < 550.0, "20 prefills cannot take 20 s of one second"
+    rates.update(EngineCounters(prefill_time_s=1.0, prefills=1, prefilled_tokens=100), 0, 112.0)
+    assert rates.new_prefills == 0, "a restart"
+    rates.forget()
+    assert rates.mean_prefill is None

@@ -55,6 +55,8 @@ static void learn_prefill_speed(SpeedState *s, double done, double step_ms, doub
 static void record_lone_prefill(SpeedState *s, double work, double took_ms);
 static void record_long_prefill(SpeedState *s, double work, double took_ms);
 
+#define MAX_REPORTED_PREFILLS 16 /* of one report */
+
 void learn_first_token(SpeedState *s, double done, double step_ms, double sent_s, double now_s, int lone) {
     if (lone && sent_s >= s->last_first_token_s) {
         record_lone_prefill(s, done, (now_s - sent_s) * 1000.0);
@@ -71,6 +73,23 @@ static PyObject *speed_learn(SpeedState *s, PyObject *const *args, Py_ssize_t co
         as_double(args[2], &sent_s) < 0 || as_double(args[3], &now_s) < 0 || (lone = PyObject_IsTrue(args[4])) < 0)
         return NULL;
     learn_first_token(s, done, step_ms, sent_s, now_s, lone);
+    Py_RETURN_NONE;
+}
+
+/* Prefills that the engine reports itself: each took `took_ms` on average, with `done` tokens of work. */
+static PyObject *speed_learn_reported(SpeedState *s, PyObject *const *args, Py_ssize_t count) {
+    double done, took_ms, step_ms, now_s;
+    Py_ssize_t prefills;
+    if (check_count(count, 5) < 0 || as_size(args[0], &prefills) < 0 || as_double(args[1], &done) < 0 ||
+        as_double(args[2], &took_ms) < 0 || as_double(args[3], &step_ms) < 0 || as_double(args[4], &now_s) < 0)
+        return NULL;
+    if (!(done >= 0.0 && done <= 1e15 && took_ms >= 0.0 && took_ms <= 1e15 && step_ms >= 0.0 && step_ms <= 1e15 && now_s <= 1e15))
+        Py_RETURN_NONE;
+    took_ms = own_prefill_ms(took_ms, step_ms);
+    for (Py_ssize_t at = 0; at < prefills && at < MAX_REPORTED_PREFILLS; at++) {
+        double ms_per_token = s->is_replaced ? s->learned_ms_per_token : s->ms_per_token;
+        add_prefill(s, done, took_ms, done * ms_per_token, larger(now_s, s->at_s));
+    }
     Py_RETURN_NONE;
 }
 
@@ -165,6 +184,7 @@ static PyMemberDef speed_members[] = {
     NO_MEMBER};
 
 static PyMethodDef speed_methods[] = {
+    {"learn_reported", FAST(speed_learn_reported), "Learn from prefills that the engine reports: number, work and time of each."},
     {"learn", FAST(speed_learn), "Learn from a first token: a prompt with this much work, sent then, was prefilled now."},
     NO_METHOD};
 
@@ -401,6 +421,7 @@ static PyMemberDef node_members[] = {
     {"kv_sum", T_DOUBLE, offsetof(NodeState, kv_sum), READONLY, NULL},
     {"changes", T_PYSSIZET, offsetof(NodeState, changes), READONLY, NULL},
     {"unstreamed_prefills", T_PYSSIZET, offsetof(NodeState, unstreamed_prefills), READONLY, NULL},
+    {"unstreamed", T_PYSSIZET, offsetof(NodeState, unstreamed), READONLY, NULL},
     {"peer_inflight", T_PYSSIZET, offsetof(NodeState, peer_inflight), READONLY, NULL},
     {"peer_context_tokens", T_PYSSIZET, offsetof(NodeState, peer_context_tokens), READONLY, NULL},
     {"peer_kv_new", T_PYSSIZET, offsetof(NodeState, peer_kv_new), READONLY, NULL},
@@ -534,6 +555,7 @@ static PyObject *ticket_open(TicketState *t, PyObject *const *args, Py_ssize_t c
     if (has_prompt) {
         t->decode_speed = (DecodeSpeedState *)Py_NewRef(args[2]);
         t->streams = (char)streams;
+        node->unstreamed += !streams;
         t->tokens = tokens;
         t->new_tokens = new_tokens;
         t->unlearned_work = t->pending_work = work;
@@ -708,8 +730,10 @@ static PyObject *ticket_release(TicketState *t, PyObject *const *args, Py_ssize_
     }
     if (!t->is_open)
         Py_RETURN_FALSE;
-    if (t->decode_speed)
+    if (t->decode_speed) {
         remove_prompt(t, node, now_s);
+        node->unstreamed -= !t->streams;
+    }
     node->context_tokens -= t->tokens + (Py_ssize_t)REQUEST_CONTEXT;
     t->is_open = 0;
     node->changes++;

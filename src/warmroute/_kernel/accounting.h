@@ -53,6 +53,7 @@ typedef struct {
     /* Tickets of answers that are not streamed, whose prefill is not due yet: a list in the order they are due, which holds
      * a reference to each. */
     Py_ssize_t unstreamed_prefills;
+    Py_ssize_t unstreamed; /* open tickets of answers that are not streamed */
     TicketState *first_unstreamed, *last_unstreamed;
     /* Tickets whose prefill has not ended, in the order they were opened: a list without references. */
     TicketState *first_prefill, *last_prefill;

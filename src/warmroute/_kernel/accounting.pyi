@@ -101,6 +101,8 @@ class SpeedState:
     first_tokens: FirstTokenOrder | None
     """Where the first tokens are kept until they are learned; None: the kernel learns at once."""
 
+    def learn_reported(self, prefills: int, work: float, took_ms: float, step_ms: float, now_s: float, /) -> None:
+        """Learn from prefills that the engine reports: each took `took_ms` on average, for this much work."""
     def learn(self, work: float, step_ms: float, sent_s: float, now_s: float, lone: bool, /) -> None:
         """Learn from a first token: a prompt with this much work, sent at `sent_s`, was prefilled at `now_s`."""
 
@@ -165,6 +167,9 @@ class NodeState:
     @property
     def unstreamed_prefills(self) -> int:
         """Our requests without streaming whose prefill is not due yet."""
+    @property
+    def unstreamed(self) -> int:
+        """Our requests without streaming whose prompt was looked up."""
     @property
     def outcomes(self) -> list[int]:
         """Released tickets by outcome."""

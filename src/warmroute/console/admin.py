@@ -300,6 +300,7 @@ def describe_node(node: Node) -> dict[str, Any]:
         "reason": _DRAINED[node.drained_by_hand] if node.draining else health.reason,
         "requests_in_flight": node.inflight,
         "max_inflight": node.max_inflight or None,
+        "concurrency_limit": node.concurrency.most or None,
         "other_requests": node.other_load,
         "engine_running": node.running,
         "engine_waiting": node.waiting,

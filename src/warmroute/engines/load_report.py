@@ -122,6 +122,11 @@ def counter(page: bytes, *names: bytes) -> float:
     return min(max(0.0, sum(values)), MAX_TOTAL) if values else -1.0
 
 
+def less(total: float, part: float) -> float:
+    """Return a counter without a part of it; below 0 if one of them is not reported."""
+    return max(0.0, total - part) if total >= 0.0 and part >= 0.0 else -1.0
+
+
 def mean(page: bytes, *names: bytes) -> float:
     """Return the mean of the first of these metrics that is present."""
     values = _first_present(page, names)

@@ -62,6 +62,7 @@ def apply_load_report(node: Node, report: LoadReport, kv_events: KvEvents | None
     if restarted:
         node.loaded_adapters.clear()
         node.rates.forget()
+        node.concurrency.forget()
     node.update_rates(report.counters, now_s)
     node.loaded_adapters.update_running(report.adapters, report.adapter_slots)
     if kv_events is None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from warmroute.engines.load_report import LoadReport, counter, labels, mean, samples, total, whole_number
+from warmroute.engines.load_report import LoadReport, counter, labels, less, mean, samples, total, whole_number
 from warmroute.fleet.engine_rates import EngineCounters
 
 MARKERS = (b"sglang:num_running_reqs",)
 
 
 def parse_load(page: bytes) -> LoadReport:
+    prompt_tokens = counter(page, b"sglang:prompt_tokens_total")
+    cached_tokens = counter(page, b"sglang:cached_tokens_total")
+    queue_time_s = counter(page, b"sglang:queue_time_seconds_sum")
+    prefill_time_s = less(counter(page, b"sglang:time_to_first_token_seconds_sum"), queue_time_s)
     return LoadReport(
         running=total(page, b"sglang:num_running_reqs"),
         waiting=total(page, b"sglang:num_queue_reqs"),
@@ -17,11 +21,15 @@ def parse_load(page: bytes) -> LoadReport:
         block_size=_page_size(page),
         capacity_tokens=total(page, b"sglang:max_total_num_tokens"),
         counters=EngineCounters(
-            queried_tokens=counter(page, b"sglang:prompt_tokens_total"),
-            hit_tokens=counter(page, b"sglang:cached_tokens_total"),
+            queried_tokens=prompt_tokens,
+            hit_tokens=cached_tokens,
             preemptions=counter(page, b"sglang:num_retracted_requests_total"),
-            queue_time_s=counter(page, b"sglang:queue_time_seconds_sum"),
+            queue_time_s=queue_time_s,
             queue_times=counter(page, b"sglang:queue_time_seconds_count"),
+            prefill_time_s=prefill_time_s,
+            prefills=counter(page, b"sglang:time_to_first_token_seconds_count"),
+            prefilled_tokens=less(prompt_tokens, cached_tokens),
+            first_tokens_are_late=prefill_time_s >= 0.0,  # without streaming, the scheduler passes tokens on in groups
             hit_share=_hit_share(page),
         ),
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from warmroute.engines.load_report import LoadReport, counter, mean, total
+from warmroute.engines.load_report import LoadReport, counter, less, mean, total
 from warmroute.fleet.engine_rates import EngineCounters
 from warmroute.fleet.reported_values import decode_json
 
@@ -23,6 +23,9 @@ def parse_load(page: bytes) -> LoadReport | None:
     if page.lstrip()[:1] in (b"[", b"{"):
         return _parse_iterations(page)
     block_size = int(mean(page, b"trtllm_kv_cache_tokens_per_block"))
+    prompt_tokens = counter(page, b"trtllm_prompt_tokens_total")
+    cached_tokens = counter(page, b"trtllm_prompt_cached_tokens_total")
+    queue_time_s = counter(page, b"trtllm_request_queue_time_seconds_sum")
     return LoadReport(
         running=total(page, b"trtllm_num_requests_running"),
         waiting=total(page, b"trtllm_num_requests_waiting"),
@@ -31,10 +34,13 @@ def parse_load(page: bytes) -> LoadReport | None:
         block_size=block_size,
         capacity_tokens=total(page, b"trtllm_kv_cache_max_blocks") * block_size,
         counters=EngineCounters(
-            queried_tokens=counter(page, b"trtllm_prompt_tokens_total"),
-            hit_tokens=counter(page, b"trtllm_prompt_cached_tokens_total"),
-            queue_time_s=counter(page, b"trtllm_request_queue_time_seconds_sum"),
+            queried_tokens=prompt_tokens,
+            hit_tokens=cached_tokens,
+            queue_time_s=queue_time_s,
             queue_times=counter(page, b"trtllm_request_queue_time_seconds_count"),
+            prefill_time_s=less(counter(page, b"trtllm_time_to_first_token_seconds_sum"), queue_time_s),
+            prefills=counter(page, b"trtllm_time_to_first_token_seconds_count"),
+            prefilled_tokens=less(prompt_tokens, cached_tokens),
         ),
     )
 

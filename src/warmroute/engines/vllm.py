@@ -41,6 +41,9 @@ def parse_load(page: bytes) -> LoadReport:
             preemptions=counter(page, b"vllm:num_preemptions_total"),
             queue_time_s=counter(page, b"vllm:request_queue_time_seconds_sum"),
             queue_times=counter(page, b"vllm:request_queue_time_seconds_count"),
+            prefill_time_s=counter(page, b"vllm:request_prefill_time_seconds_sum"),
+            prefills=counter(page, b"vllm:request_prefill_time_seconds_count"),
+            prefilled_tokens=counter(page, b"vllm:request_prefill_kv_computed_tokens_sum"),
         ),
     )
 

@@ -3,6 +3,8 @@
     hit share      tokens found in its cache ÷ tokens looked up
     pressure       p / (p + 3), with p preemptions in the last ten seconds or so: an engine preempts when its KV memory
                    is full, whatever its usage is when the router polls it
+    prefill        mean time of a prefill for its mean number of uncached tokens: the only sign of the speed of a node
+                   whose responses are not streamed
     queue          mean queue time of the requests that ended × (its queue now ÷ its mean queue), while it has a queue
 
 Rates come from two readings of a counter. A counter that falls (a restart) or jumps by more than any engine can do
@@ -28,6 +30,8 @@ MIN_QUEUE_MS: Final = 100.0
 """A shorter mean queue time counts as none: a request waits for the next step of the batch in any case."""
 MAX_QUEUE_MS: Final = 60_000.0
 """A longer queue time counts as this."""
+MAX_PREFILL_S: Final = 600.0
+"""A longer prefill counts as this."""
 
 
 class EngineCounters(msgspec.Struct, frozen=True):
@@ -44,6 +48,14 @@ class EngineCounters(msgspec.Struct, frozen=True):
     """Number of these requests."""
     hit_share: float = -1.0
     """Of the last requests, for engines that report no totals."""
+    prefill_time_s: float = -1.0
+    """Sum of the times from the engine's queue to the first token."""
+    prefills: float = -1
+    """Number of the requests in this sum."""
+    prefilled_tokens: float = -1
+    """Their prompt tokens that were not cached."""
+    first_tokens_are_late: bool = False
+    """Whether the engine may notice the first token of a response that is not streamed later than it comes."""
 
 
 @dataclass(slots=True, eq=False)
@@ -55,6 +67,13 @@ class EngineRates:
     _preemptions: float = 0.0
     _queue_s: float = 0.0
     _queue_times: float = 0.0
+    _prefill_s: float = 0.0
+    _prefills: float = 0.0
+    _prefilled_tokens: float = 0.0
+    new_prefills: int = 0
+    """Prefills that the last report added."""
+    speed_answers: int = 0
+    """First tokens that the node's speed was learned from up to the last report."""
     _waiting_s: float = 0.0
     """Length of its queue, integrated over time."""
     _span_s: float = 0.0
@@ -72,6 +91,7 @@ class EngineRates:
     def update(self, counters: EngineCounters, waiting: int, now_s: float) -> None:
         last, span_s = self._last, now_s - self._at_s
         self._last, self._at_s = counters, now_s
+        self.new_prefills = 0
         if last is None or span_s <= 0.0:
             return
         share = counters.hit_share
@@ -79,12 +99,19 @@ class EngineRates:
         kept = exp(-span_s / DECAY_S)
         tokens = _growths(last, counters, ("queried_tokens", "hit_tokens"), MAX_TOKENS_PER_S * span_s)
         times = _growths(last, counters, ("queue_times", "queue_time_s"), MAX_EVENTS_PER_S * span_s)
+        prefills = _growths(
+            last, counters, ("prefills", "prefilled_tokens", "prefill_time_s"), MAX_TOKENS_PER_S * span_s
+        )
         (preempted,) = _growths(last, counters, ("preemptions",), MAX_EVENTS_PER_S * span_s)
         self._add_totals(counters, tokens, preempted)
         self._queried = self._queried * kept + tokens[0]
         self._hits = self._hits * kept + min(tokens)
         self._queue_times = self._queue_times * kept + times[0]
         self._queue_s = self._queue_s * kept + min(times[1], times[0] * MAX_QUEUE_MS / 1000.0)
+        self.new_prefills = int(min(prefills[0], MAX_EVENTS_PER_S * span_s))
+        self._prefills = self._prefills * kept + self.new_prefills
+        self._prefilled_tokens = self._prefilled_tokens * kept + prefills[1]
+        self._prefill_s = self._prefill_s * kept + min(prefills[2], self.new_prefills * MAX_PREFILL_S)
         self._preemptions = self._preemptions * exp(-span_s / PREEMPTION_DECAY_S) + preempted
         if self._preemptions < 0.05:  # the last one was more than 30 s ago
             self._preemptions = 0.0
@@ -115,6 +142,8 @@ class EngineRates:
         """The engine has restarted."""
         self._last = self._last_predicted = self._gauge = None
         self._queried = self._hits = self._preemptions = self._queue_s = self._queue_times = 0.0
+        self._prefill_s = self._prefills = self._prefilled_tokens = 0.0
+        self.new_prefills = 0
         self._waiting_s = self._span_s = self._prompts = self._routed = self._predicted = 0.0
 
     # What it says.
@@ -156,6 +185,15 @@ class EngineRates:
     def queue_time_ms(self) -> float | None:
         """Mean queue time of the requests that ended; None if the engine does not report it, or none ended."""
         return 1000.0 * self._queue_s / self._queue_times if self._queue_times >= 0.5 else None
+
+    @property
+    def mean_prefill(self) -> tuple[float, float] | None:
+        """The uncached tokens and the time [ms] of a prefill; None if the engine does not report them. Prefills that
+        overlap share the time."""
+        if self._prefills < 0.5 or self._prefilled_tokens < 1.0:
+            return None
+        busy_s = min(self._prefill_s, self._span_s)
+        return self._prefilled_tokens / self._prefills, 1000.0 * busy_s / self._prefills
 
     def expected_queue_ms(self, waiting: int) -> float:
         """Return how long a new request waits in the engine's queue, which has this many requests; 0 if unknown."""

@@ -21,17 +21,21 @@ from warmroute._kernel import TTFT_BOUNDS_MS as TTFT_BOUNDS_MS
 from warmroute.config import Health as HealthConfig
 from warmroute.config import NodeConfig, node_name
 from warmroute.config.node_settings import Role
+from warmroute.fleet.concurrency_limit import ConcurrencyLimit
 from warmroute.fleet.engine_rates import EngineCounters, EngineRates
 from warmroute.fleet.health import Health
 from warmroute.fleet.kv_transfer import NEEDS_PARTNER
 from warmroute.fleet.lora_adapters import FleetAdapters, LoadedAdapters
 from warmroute.fleet.node_speed import NodeSpeed
 from warmroute.fleet.outlier_detection import RecentRequests
+from warmroute.fleet.prefill_work import work
 from warmroute.fleet.reported_values import ReportedValues
 
 if TYPE_CHECKING:
     from warmroute.fleet.group import Group
 
+MAX_HIT_SHARE: Final = 0.99
+"""A higher share of cached tokens counts as this where the engine reports the mean time of a prefill."""
 LATENCY_DECAY_AFTER_S: Final = 5.0
 """Without a new request for this time, the latency average decays."""
 
@@ -52,7 +56,7 @@ class Node(NodeState):
 
     speed: NodeSpeed
     __slots__ = (
-        "adapter_names", "api_key_env", "blocked_until_s", "busy_until_s", "config", "context_windows",
+        "adapter_names", "api_key_env", "blocked_until_s", "busy_until_s", "concurrency", "config", "context_windows",
         "drained_by_hand", "draining", "engine", "engine_undetected", "excused_failures", "groups", "health", "host",
         "incarnation", "island", "kv_connector", "last_progress_s", "loaded_adapters", "max_inflight", "model_cards",
         "models", "no_transfer_until_s", "number", "port", "rates", "recent_requests", "reported", "role", "running",
@@ -116,6 +120,7 @@ class Node(NodeState):
         self.polled_s = -1e9
         self.polls = 0
         self.rates = EngineRates()
+        self.concurrency = ConcurrencyLimit()
         self.kv_pressure = 0.0
         """0 to 1: how much less KV memory is free than `kv_usage` says, because the engine preempts requests."""
         self.queue_ms = 0.0
@@ -227,6 +232,11 @@ class Node(NodeState):
         return 0 < self.max_inflight <= self.inflight
 
     @property
+    def at_concurrency_limit(self) -> bool:
+        """Whether the node has as many requests as it seems to serve at a time, some of them without streaming."""
+        return 0 < self.concurrency.most <= self.inflight and self.unstreamed > 0
+
+    @property
     def own_inflight(self) -> int:
         """Requests of this process."""
         return self.inflight - self.peer_inflight
@@ -253,17 +263,37 @@ class Node(NodeState):
         self.polls += 1
         self.polled_s = now_s
         self.other_load = max(0, running + waiting - self.inflight)
+        if self.unstreamed:
+            if waiting:
+                self.assume_prefilled(now_s)
+            expected = self.unstreamed_prefills + self.inflight - self.unstreamed
+            self.concurrency.reported(running, waiting, expected, self.inflight)
 
     def update_rates(self, counters: EngineCounters, now_s: float) -> None:
         """Take over the engine's counters. To be called after `update_load`."""
         rates = self.rates
         rates.update(counters, self.waiting, now_s)
+        self._learn_reported_prefills(counters.first_tokens_are_late, now_s)
         self.kv_pressure = rates.kv_pressure
         self.queue_ms = rates.expected_queue_ms(self.waiting)
+
+    def _learn_reported_prefills(self, may_be_late: bool, now_s: float) -> None:
+        """Learn the speed from the engine's own times, unless first tokens have shown it since the last report."""
+        rates, speed = self.rates, self.speed
+        mean = rates.mean_prefill if rates.new_prefills and speed.answers == rates.speed_answers else None
+        if mean is not None:
+            tokens, took_ms = mean
+            share = min(rates.hit_share or 0.0, MAX_HIT_SHARE)
+            done = work(tokens, tokens * share / (1.0 - share))
+            if not may_be_late or took_ms < done * speed.ms_per_token:
+                step_ms = speed.step_ms if self.running > 1 else 0.0
+                speed.learn_reported(rates.new_prefills, done, took_ms, step_ms, now_s)
+        rates.speed_answers = speed.answers
 
     def drop_stale_load(self, stale_s: float, now_s: float) -> None:
         """Forget what the metrics reported if it is too old."""
         if now_s - self.polled_s > stale_s:
+            self.concurrency.forget()
             self.running = self.waiting = self.other_load = 0
             self.kv_usage = self.kv_delta = self.kv_pressure = self.queue_ms = 0.0
 

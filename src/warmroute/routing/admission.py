@@ -159,8 +159,8 @@ class Admission:
         """Return a decision for an eligible node, and whether that has room for the request. Raises NotAdmitted."""
         if self._has_threshold or not request.may_queue or request.deadline_s or request.total_deadline_s:
             decision = self._eligible(request, decision, now_s)
-        if decision.is_full:
-            decision = self._below_max_inflight(request, decision, now_s)
+        if decision.is_full or decision.entry_node.at_concurrency_limit:
+            decision = self._below_limits(request, decision, now_s)
             if decision.is_full and not self._queues(request):
                 raise self._shed(NodesFull(decision.node.latency_ms / 1000.0 / max(1, decision.node.inflight)))
         if request.priority == LOW and self._has_to_queue(request, decision, now_s):
@@ -184,10 +184,14 @@ class Admission:
             return False
         return decision.index < 0 or not self._queues(request) or self.has_room(decision.entry_node, now_s)
 
-    def _below_max_inflight(self, request: RoutingRequest, decision: Decision, now_s: float) -> Decision:
-        """Return a decision for a node with fewer requests than its `max_inflight`, if there is one."""
+    def _below_limits(self, request: RoutingRequest, decision: Decision, now_s: float) -> Decision:
+        """Return a decision for a node with fewer requests than it may have, if there is one."""
+        if not decision.is_full and not self._queues(request):
+            return decision  # a learned limit is no reason to reject a request
         threshold = self._config_of(request).queue_threshold if self._has_threshold else 0
-        return eligible_nodes.below_max_inflight(self._router, request, decision, threshold, now_s)
+        return eligible_nodes.below_limits(
+            self._router, request, decision, threshold, now_s, counts_learned=self._queues(request)
+        )
 
     def _is_ours(self, request: RoutingRequest, decision: Decision, now_s: float) -> bool:
         """Return False if the room is a peer's."""
@@ -204,6 +208,9 @@ class Admission:
         """Return whether the node has fewer requests than it may have, and little prefill work left, with this much
         more. An idle node has room."""
         if node.is_full:
+            return False
+        if node.at_concurrency_limit:
+            node.concurrency.was_hit = True
             return False
         if (not node.inflight and not more_ms) or node.is_blocked(now_s):
             return not node.inflight
@@ -402,8 +409,8 @@ class Admission:
         if self._has_threshold and (threshold := self._config_of(pending.request).queue_threshold):
             with suppress(NodeQueuesFull):  # it continues to wait
                 decision = eligible_nodes.below_queue_threshold(self._router, pending.request, decision, threshold)
-        if decision.is_full:
-            decision = self._below_max_inflight(pending.request, decision, now_s)
+        if decision.is_full or decision.entry_node.at_concurrency_limit:
+            decision = self._below_limits(pending.request, decision, now_s)
         self.queue.update_decision(key, queued, decision)
         return True
 
@@ -430,8 +437,8 @@ class Admission:
         """Decide for a request that had no node. Return whether it goes at once. Raises RoutingError."""
         request = pending.request
         decision = self._eligible(request, self._router.decide(request, now_s, pending.lookup), now_s)
-        if decision.is_full:
-            decision = self._below_max_inflight(request, decision, now_s)
+        if decision.is_full or decision.entry_node.at_concurrency_limit:
+            decision = self._below_limits(request, decision, now_s)
         return decision, self._fits(request, decision, now_s) and self._is_ours(request, decision, now_s)
 
     def _check_queued(self, now_s: float) -> None:

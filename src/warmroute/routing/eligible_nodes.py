@@ -20,6 +20,8 @@ from warmroute.routing.routing_errors import NodeQueuesFull, WouldQueue
 
 SOME_FULL: Final = "other nodes are at max_inflight"
 """Reason of a decision for a node that was not full, where a better one was."""
+SOME_BUSY: Final = "other nodes are at their learned concurrency limit"
+ALL_BUSY: Final = "every node is at its learned concurrency limit"
 ALL_FULL: Final = "every node is at max_inflight"
 """Reason of a decision for a full node: the request waits for it."""
 
@@ -56,23 +58,25 @@ def below_queue_threshold(router: Router, request: RoutingRequest, decision: Dec
     return found or decision
 
 
-def below_max_inflight(
-    router: Router, request: RoutingRequest, decision: Decision, threshold: int, now_s: float
+def below_limits(
+    router: Router, request: RoutingRequest, decision: Decision, threshold: int, now_s: float, *, counts_learned: bool
 ) -> Decision:
-    """Return a decision for nodes with fewer requests than their `max_inflight`. If there is none, or none that meets
-    the request's deadlines, return the same decision for full nodes."""
+    """Return a decision for nodes with fewer requests than their `max_inflight` and, if that counts, their learned
+    concurrency limit. If there is none, or none that meets the request's deadlines, return the same decision."""
+    some, all_ = (SOME_FULL, ALL_FULL) if decision.is_full else (SOME_BUSY, ALL_BUSY)
 
     def has_place(node: Node) -> bool:
         return not (
             node.is_full
+            or (counts_learned and node.at_concurrency_limit)
             or is_over_threshold(request, node, threshold)
             or (node.waiting and not request.may_queue)
         )  # fmt: skip
 
-    found = _among(router, decision, has_place, SOME_FULL)
+    found = _among(router, decision, has_place, some)
     has_deadline = request.deadline_s or request.total_deadline_s
     if found is None or found.is_full or (has_deadline and check_deadlines(request, found, now_s) is not None):
-        decision.reason = ALL_FULL
+        decision.reason = all_
         return decision
     return found
 

@@ -270,6 +270,11 @@ NODE_IN_FLIGHT: Final = _gauge("node_requests_in_flight", "Requests of this rout
 NODE_MAX_IN_FLIGHT: Final = _gauge(
     "node_max_requests_in_flight", "Requests that the router sends to the node at a time, if it is limited.", "node"
 )
+NODE_CONCURRENCY_LIMIT: Final = _gauge(
+    "node_concurrency_limit",
+    "Learned limit of the requests on a node that has some without streaming, while there is one.",
+    "node",
+)
 NODE_OTHER_REQUESTS: Final = _gauge("node_other_requests", "Requests of other clients on the node.", "node")
 NODE_WAITING: Final = _gauge("node_requests_waiting", "Requests in the engine's own queue.", "node")
 NODE_KV_USAGE: Final = _gauge("node_kv_usage_ratio", "Fraction of the KV blocks in use.", "node")

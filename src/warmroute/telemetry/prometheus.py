@@ -163,6 +163,8 @@ class MetricsPage:
             in_flight.add(node.own_inflight, name)
             if node.max_inflight:
                 page[metrics.NODE_MAX_IN_FLIGHT].add(node.max_inflight, name)
+            if node.concurrency.most:
+                page[metrics.NODE_CONCURRENCY_LIMIT].add(node.concurrency.most, name)
             other_requests.add(node.other_load, name)
             waiting.add(node.waiting, name)
             kv_usage.add(node.kv_usage, name)

@@ -322,6 +322,10 @@ class EngineCore:
         if sequence.admitted_ms is not None:
             self.stats.queue_times += 1
             self.stats.queue_time_ms += sequence.admitted_ms - sequence.arrived_ms
+            if sequence.first_token_ms is not None:
+                self.stats.prefills += 1
+                self.stats.prefill_time_ms += sequence.first_token_ms - sequence.admitted_ms
+                self.stats.prefilled_tokens += request.prompt_tokens - max(0, sequence.cached_tokens)
         self._outputs.append(
             Finished(
                 request.request_id,

@@ -9,6 +9,9 @@ class EngineStats:
         "generation_tokens",
         "lora_loads",
         "preemptions",
+        "prefill_time_ms",
+        "prefilled_tokens",
+        "prefills",
         "prefix_cache_hits",
         "prefix_cache_queries",
         "prompt_tokens",
@@ -37,4 +40,7 @@ class EngineStats:
         self.preemptions = 0
         self.queue_times = 0  # requests that ended after they were admitted
         self.queue_time_ms = 0.0  # sum of the times until their first admission
+        self.prefills = 0  # of requests that finished
+        self.prefill_time_ms = 0.0  # sum of the times from their first admission to their first token
+        self.prefilled_tokens = 0  # their prompt tokens that were not cached
         self.lora_loads = 0

@@ -31,6 +31,9 @@ class Conditions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tenants: int | None = None
     """Number of tenants that send the requests in turn and share no knowledge of caches. None: the workload's own
     tenants, who share all of it; so does 0, but the report says so."""
+    streams: bool = True
+    """Whether answers are streamed. If not, a client gets the whole answer at its end, and the engines report how long
+    their prefills take."""
     islands: dict[str, Island] = {}
     """Islands by name. An island that is not listed has the defaults of `Island`."""
     router_knows_islands: bool = True

@@ -8,6 +8,8 @@ from __future__ import annotations
 from random import Random
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from warmroute.config import Health
 from warmroute.engines.load_report import LoadReport
 from warmroute.engines.node_updates import apply_health_pass, apply_load_report
@@ -43,7 +45,9 @@ class Polls:
             if not conditions.poll_loss or self._random.random() >= conditions.poll_loss:
                 if sim.flights:
                     world.advance(sim)
-                calendar.after(sim.one_way_ms + conditions.poll_lag_ms, self._respond, sim, _load_report(sim))
+                calendar.after(
+                    sim.one_way_ms + conditions.poll_lag_ms, self._respond, sim, _load_report(sim, conditions.streams)
+                )
         elif sim.state is ProcessState.DEAD:
             refused = "connection refused"
             calendar.after(sim.one_way_ms, lambda: fleet.check_failed(node, calendar.now_s, refused))
@@ -62,10 +66,16 @@ class Polls:
         apply_load_report(node, report, replica.listener.node_kv_events(node), now_s)
 
 
-def _load_report(sim: SimulatedNode) -> LoadReport:
-    """What the node's metrics page would say now."""
+def _load_report(sim: SimulatedNode, streams: bool) -> LoadReport:
+    """What the node's metrics page would say now. Times of prefills count only where nothing else shows its speed."""
     engine, spec = sim.engine, sim.spec
     idle = "load" in spec.misreports
+    counters = EngineCounters() if idle else _counters(engine.stats)
+    if not streams and not idle:
+        counters = msgspec.structs.replace(
+            counters, prefill_time_s=engine.stats.prefill_time_ms / 1000.0, prefills=engine.stats.prefills,
+            prefilled_tokens=engine.stats.prefilled_tokens,
+        )  # fmt: skip
     return LoadReport(
         running=0 if idle else engine.num_running,
         waiting=0 if idle else engine.num_waiting,
@@ -75,7 +85,7 @@ def _load_report(sim: SimulatedNode) -> LoadReport:
         capacity_tokens=(engine.config.num_blocks - 1) * spec.block_size,
         adapters=tuple(engine.running_loras) if spec.adapters else (),
         adapter_slots=spec.max_loras if spec.adapters else 0,
-        counters=EngineCounters() if idle else _counters(engine.stats),
+        counters=counters,
     )
 
 

@@ -73,7 +73,9 @@ class RequestFlow:
         conditions = world.conditions
         isolated = f"tenant-{number % conditions.tenants}" if conditions.tenants else ""
         route = self._routes.pick(MODEL, PATH, isolated or prompt.tenant, lambda _name: b"") if self._routes else None
-        request = simulated_request(prompt, number, conditions.form, route, now_ms / 1000.0, isolated)
+        request = simulated_request(
+            prompt, number, conditions.form, route, now_ms / 1000.0, isolated, conditions.streams
+        )
         flight = Flight(self, prompt, request, world.results)
         if replica.listener.queues(request, now_ms / 1000.0):
             self._queued[request.number] = flight
@@ -251,19 +253,25 @@ class RequestFlow:
     def first_token(self, leg: Leg, cached_tokens: int) -> None:
         if not leg.live:
             return
-        flight, now_ms = leg.flight, self.calendar.now_ms
+        flight = leg.flight
         if leg.prefills:
             flight.prefill_cached = cached_tokens
             self.replica.first_token(flight.request, leg.node, cached_tokens)
             return
         if leg.prefill_leg is not None:
             cached_tokens = flight.prefill_cached
+        flight.cached_tokens = cached_tokens
+        if flight.request.streams:
+            self._response_started(leg)
+
+    def _response_started(self, leg: Leg) -> None:
+        flight, now_ms = leg.flight, self.calendar.now_ms
+        cached_tokens = flight.cached_tokens
         if leg is flight.hedge:
             flight.attempts.hedge_started(200, None, now_ms / 1000.0)
         else:
             flight.attempts.response_started(200, None, now_ms / 1000.0)
         flight.first_ms = now_ms
-        flight.cached_tokens = cached_tokens
         flight.results.first_token(flight.prompt, flight.arrived_ms, cached_tokens, now_ms)
         self.replica.first_token(flight.request, leg.node, cached_tokens)
         flight.attempts.first_token(now_ms / 1000.0)
@@ -273,9 +281,11 @@ class RequestFlow:
     def answered(self, leg: Leg) -> None:
         if not leg.live:
             return
-        leg.live = False
         flight = leg.flight
         prompt = flight.prompt
+        if not leg.prefills and not flight.request.streams:
+            self._response_started(leg)
+        leg.live = False
         if leg.prefills:
             split = flight.attempts.split
             assert split is not None

@@ -73,7 +73,7 @@ class SimulatedRequest(RoutingRequest, kw_only=True):
 
 def simulated_request(
     prompt: WorkloadPrompt, number: int, form: Form = "chat", route: Route | None = None, now_s: float = 0.0,
-    isolated_tenant: str = "",
+    isolated_tenant: str = "", streams: bool = True,
 ) -> SimulatedRequest:  # fmt: skip
     """A simulated client always states its priority, so a route does not set it. `isolated_tenant` sends the request
     instead of the prompt's own tenant, and shares no knowledge of caches with others."""
@@ -88,6 +88,7 @@ def simulated_request(
         deadline_s=now_s + route.ttft_s if route is not None and route.ttft_s else 0.0,
         total_deadline_s=now_s + route.total_s if route is not None and route.total_s else 0.0,
         ends_late=route is not None and route.ends_late and bool(route.ttft_s or route.total_s),
+        streams=streams,
         prompt=prompt,
         number=number,
         form=form,
