@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import socket
+import time
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +17,7 @@ from small_model_router import template_checked_once as _autouse  # noqa: F401
 from support.answering_node import AnsweringNode, answering_node
 from support.engine_processes import FakeEngine
 from support.engine_scripts import vllm_metrics
+from support.free_port import free_port
 
 from warmroute.build_info import build_advice, is_compiled, version_and_build
 from warmroute.cli.main import main
@@ -92,6 +96,23 @@ async def test_a_node_that_requires_a_key_gets_the_line_to_add(monkeypatch: pyte
         monkeypatch.setenv("KEY_OF_GPU_A", "secret")
         await examined(node, node_keys={"api_key_env": "KEY_OF_GPU_A"})
         assert node.requests[-1][2] == "Bearer secret"
+
+
+@pytest.mark.parametrize("status", [401, 403])
+@pytest.mark.parametrize(("path", "name"), [("health", "reachable"), ("v1__models", "models"), ("metrics", "engine")])
+async def test_a_wrong_key_is_not_answered_with_the_advice_to_name_its_variable(
+    monkeypatch: pytest.MonkeyPatch, path: str, name: str, status: int
+) -> None:
+    with answering_node(vllm_answers(**{path: status})) as node:
+        monkeypatch.setenv("KEY_OF_GPU_A", "wrong")
+        check = (await examined(node, node_keys={"api_key_env": "KEY_OF_GPU_A"}))[name]
+        assert check.state == "problem" and f"{status}: the node refuses the API key in KEY_OF_GPU_A" in check.found
+        assert "Correct the value of KEY_OF_GPU_A" in check.change and "api_key_env" not in check.change
+        monkeypatch.delenv("KEY_OF_GPU_A")
+        check = (await examined(node, node_keys={"api_key_env": "KEY_OF_GPU_A"}))[name]
+        assert "KEY_OF_GPU_A is not set" in check.found and "Set the environment variable" in check.change
+        check = (await examined(node))[name]
+        assert "requires an API key" in check.found and "api_key_env = " in check.change
 
 
 async def test_a_complete_vllm_engine_is_ok() -> None:
@@ -360,6 +381,77 @@ def test_the_command_reports_a_simulated_fleet(
     assert "gpu-b  http://127.0.0.1:1" in out and out.rstrip().endswith("1 problem")
     copied = [line for line in out.splitlines() if line.startswith("          ")]
     assert all(len(line) <= 80 for line in out.splitlines() if line not in copied)
+
+
+def test_the_quick_start_without_a_gpu_ends_without_problems(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The commands of the page, on other ports."""
+    monkeypatch.setattr(sample_request, "EVENT_S", 10.0)
+    monkeypatch.setattr(sample_request, "SUBSCRIBE_S", 0.5)
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).parents[2] / "docs" / "guides" / "quick-start.md").read_text()
+    commands = re.findall(r"^    warmroute (.*)$", page[page.index("## Without a GPU") :], re.M)
+    ports: dict[str, str] = {}
+    ran = []
+    with Children() as children:
+        for command in commands:
+            text = re.sub(r"\b[568][05]\d\d\b", lambda found: ports.setdefault(found[0], str(free_port())), command)
+            name, *arguments = shlex.split(text)
+            ran.append(name)
+            if name == "engine":
+                children.start(name, *arguments)
+                wait_until_healthy(int(arguments[arguments.index("--port") + 1]))
+            elif name == "serve":
+                assert main(["check-config", arguments[arguments.index("--config") + 1]]) == 0
+            else:
+                capsys.readouterr()
+                assert main([name, *arguments]) == 0, capsys.readouterr()
+            if name == "doctor":
+                out = capsys.readouterr().out
+                assert out.rstrip().endswith("\nno problems"), out
+                assert "problem " not in out and "note    tokenizer: none for sim" in out
+    assert ran == ["engine", "engine", "init", "doctor", "serve"]
+
+
+def wait_until_healthy(port: int) -> None:
+    deadline_s = time.monotonic() + 30
+    while True:
+        try:
+            with socket.create_connection(("127.0.0.1", port), 1.0) as connection:
+                connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+                if b" 200 " in connection.recv(100):
+                    return
+        except OSError:
+            pass
+        assert time.monotonic() < deadline_s, "the engine does not start"
+        time.sleep(0.05)
+
+
+def test_a_missing_tokenizer_of_a_configured_model_stays_a_problem(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers = vllm_answers(version={"version": "0.32", "simulated_by": "warmroute"}, v1__models=model_list("m"))
+    with answering_node(answers) as node:
+        file = tmp_path / "w.toml"
+        file.write_text(f'[[nodes]]\nurl = "{node.url}"\n[[models]]\nname = "m"\ntokenizer = "/nowhere"\n')
+        assert main(["doctor", "--config", str(file), "--no-requests"]) == 1
+        assert main(["doctor", "--node", node.url, "--no-requests"]) == 1, "it publishes no KV events"
+        assert "note    tokenizer: none for m" in capsys.readouterr().out
+
+
+def test_doctor_takes_the_variable_of_a_key(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ENGINE_KEY", "secret")
+    with answering_node(vllm_answers()) as node:
+        main(["doctor", "--node", node.url, "--key-env", "ENGINE_KEY", "--no-requests"])
+        assert {request[2] for request in node.requests} == {"Bearer secret"}
+    assert main(["doctor", "--node", "http://127.0.0.1:1", "--key-env", "NOT_SET"]) == 2
+    assert "'NOT_SET' is not set" in capsys.readouterr().err
+    (tmp_path / "w.toml").write_text("")
+    assert main(["doctor", "--config", str(tmp_path / "w.toml"), "--key-env", "ENGINE_KEY"]) == 2
+    assert "--key-env is for --node" in capsys.readouterr().err
 
 
 def test_the_command_needs_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

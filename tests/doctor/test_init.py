@@ -38,3 +38,35 @@ def test_a_node_that_does_not_answer_is_written_with_the_reason(capsys: pytest.C
     assert main(["init", "--node", f"127.0.0.1:{free_port()}"]) == 1
     text = capsys.readouterr().out
     assert "# It did not answer: " in text and len(from_table(tomllib.loads(text)).nodes) == 1
+
+
+def test_a_node_that_refuses_the_requests_is_reported(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ENGINE_KEY", "wrong")
+    with answering_node({"/v1/models": 401, "/metrics": vllm_metrics().decode()}) as node:
+        assert main(["init", "--node", node.url]) == 1
+        printed = capsys.readouterr()
+        assert "# It answered 401 to GET /v1/models: the node requires an API key" in printed.out
+        assert f"{node.url} answered 401 to GET /v1/models" in printed.err and "--key-env NAME" in printed.err
+        assert main(["init", "--node", node.url, "--key-env", "ENGINE_KEY"]) == 1
+        printed = capsys.readouterr()
+        assert {request[2] for request in node.requests[-3:]} == {"Bearer wrong"}
+        assert "the node refuses the API key in ENGINE_KEY" in printed.err and "--key-env NAME" not in printed.err
+        assert from_table(tomllib.loads(printed.out)).nodes[0].api_key_env == "ENGINE_KEY"
+        assert "wrong" not in printed.out + printed.err
+        assert main(["init", "--node", node.url, "--key-env", "NOT_SET"]) == 2
+        assert "the environment variable 'NOT_SET' is not set" in capsys.readouterr().err
+
+
+def test_the_variable_of_a_key_goes_into_the_file(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ENGINE_KEY", "secret")
+    answers = {"/v1/models": {"data": [{"id": "m"}]}, "/metrics": vllm_metrics().decode()}
+    with answering_node(answers) as node:
+        assert main(["init", "--node", node.url, "--key-env", "ENGINE_KEY"]) == 0
+        printed = capsys.readouterr()
+        assert from_table(tomllib.loads(printed.out)).nodes[0].api_key_env == "ENGINE_KEY" and not printed.err
+        assert main(["init", "--node", node.url]) == 0
+        assert '# api_key_env = "ENGINE_API_KEY"' in capsys.readouterr().out

@@ -16,8 +16,8 @@ WAIT_FOR_TOKENIZER = "for turn in $(seq 200); do grep -q tokenizer_loaded router
 
 
 def blocks_of(page: str) -> list[str]:
-    """Return the indented blocks of a page, as a reader would copy them."""
-    text = (ROOT / "docs" / "guides" / page).read_text()
+    """Return the indented blocks of a page, as a reader with real engines would copy them."""
+    text = (ROOT / "docs" / "guides" / page).read_text().partition("## Without a GPU")[0]
     found = re.findall(r"^(?: {4}.*\n)+", text, re.M)
     return [dedent(block).strip() for block in found]
 

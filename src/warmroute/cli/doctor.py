@@ -17,6 +17,7 @@ from warmroute import config as configuration
 from warmroute.build_info import build_advice, version_and_build
 from warmroute.cli.admin_client import add_admin_options
 from warmroute.cli.arguments import number
+from warmroute.cli.init import check_key_env
 from warmroute.cli.terminal import console
 from warmroute.config import Config, ConfigError, NodeConfig
 
@@ -46,6 +47,7 @@ def add_to(commands: Any) -> None:
     )
     parser.add_argument("--config", type=Path, metavar="FILE", help="configuration file of the router")
     parser.add_argument("--node", action="append", default=[], metavar="URL", help="node to examine; repeatable")
+    parser.add_argument("--key-env", metavar="NAME", help="environment variable with the API key of the --node engines")
     parser.add_argument("--no-requests", action="store_true", help="send no completions to the nodes")
     parser.add_argument(
         "--timeout", type=number(above=0), default=5.0, metavar="S", help="timeout of each question (default: 5)"
@@ -79,9 +81,12 @@ def run(args: argparse.Namespace) -> int:
 def _read_config(args: argparse.Namespace) -> Config:
     if not args.config and not args.node:
         raise ConfigError("doctor: give --config FILE, or --node URL")
+    if args.key_env and not args.node:
+        raise ConfigError("doctor: --key-env is for --node; nodes of the configuration have api_key_env")
+    check_key_env("doctor", args.key_env)
     config = configuration.load(args.config) if args.config else Config()
     if args.node:
-        nodes = (*config.nodes, *(NodeConfig(url=url) for url in args.node))
+        nodes = (*config.nodes, *(NodeConfig(url=url, api_key_env=args.key_env or "") for url in args.node))
         config = msgspec.structs.replace(config, nodes=nodes)
         configuration.check(config)
     if not config.nodes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import os
 import sys
 import tomllib
 from pathlib import Path
@@ -22,6 +23,7 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--node", action="append", default=[], required=True, metavar="URL", help="engine to ask; repeatable"
     )
+    parser.add_argument("--key-env", metavar="NAME", help="environment variable with the API key of the engines")
     parser.add_argument("--output", type=Path, metavar="FILE", help="file to write (default: standard output)")
     parser.add_argument("--force", action="store_true", help="overwrite the file")
     parser.add_argument("--host", default="127.0.0.1", help="address that the router listens on (default: 127.0.0.1)")
@@ -33,19 +35,27 @@ def add_to(commands: Any) -> None:
     parser.set_defaults(run=run)
 
 
+def check_key_env(command: str, variable: str | None) -> None:
+    """Raises ConfigError if the variable has no key."""
+    if variable is not None and not os.environ.get(variable):
+        raise ConfigError(f"{command}: --key-env: the environment variable {variable!r} is not set")
+
+
 def run(args: argparse.Namespace) -> int:
-    from warmroute.doctor.starter_config import ask_nodes, starter_config
+    from warmroute.doctor.starter_config import ask_nodes, problem_of, starter_config
 
     if args.output is not None and args.output.exists() and not args.force:
         raise ConfigError(f"init: {args.output} exists; use --force to overwrite it")
     logging.getLogger("warmroute").addHandler(logging.NullHandler())
     urls = [url if "://" in url else f"http://{url}" for url in args.node]
-    config = Config(nodes=tuple(NodeConfig(url=url) for url in urls))
+    check_key_env("init", args.key_env)
+    config = Config(nodes=tuple(NodeConfig(url=url, api_key_env=args.key_env or "") for url in urls))
     configuration.check(config)
     nodes = asyncio.run(ask_nodes(config, args.timeout))
     text = starter_config(nodes, args.host, args.port, args.admin_port)
     configuration.from_table(tomllib.loads(text))
-    silent = [facts for facts in nodes if facts.health.error]
+    problems = {facts.config.url: problem for facts in nodes if (problem := problem_of(facts))}
+    refused = any(facts.refused[1] for facts in nodes)
     if args.output is None:
         print(text, end="")
     else:
@@ -54,6 +64,8 @@ def run(args: argparse.Namespace) -> int:
         except OSError as error:
             raise ConfigError(f"init: cannot write {args.output}: {error.strerror}") from None
         print(f"{args.output}: {len(nodes)} nodes. Next: warmroute doctor --config {args.output}", file=sys.stderr)
-    for facts in silent:
-        print(f"warmroute: {facts.config.url} did not answer: {facts.health.error}", file=sys.stderr)
-    return 1 if silent else 0
+    for url, problem in problems.items():
+        print(f"warmroute: {url} {problem}", file=sys.stderr)
+    if refused and not args.key_env:
+        print("warmroute: name the variable with their API key: --key-env NAME", file=sys.stderr)
+    return 1 if problems else 0

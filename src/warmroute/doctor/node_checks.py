@@ -20,16 +20,35 @@ def reachable(facts: NodeFacts, health_path: str) -> Check:
             f"Start the engine, open its port to this machine, or correct url = \"{url}\" in [[nodes]]",
         )  # fmt: skip
     if health.status in (401, 403):
-        return Check(
-            "reachable", "problem", f"GET {health_path} answers {health.status}: the node requires an API key",
-            flags.nodes_line(facts.name, 'api_key_env = "NODE_API_KEY"  # an environment variable of the router'),
-        )  # fmt: skip
+        return _refused("reachable", f"GET {health_path}", health.status, facts)
     if health.status >= 500:
         return Check("reachable", "problem", f"GET {health_path} answers {health.status}", "Wait until it has started")
     return Check("reachable", "ok", f"GET {health_path} answers {health.status}")
 
 
+def _refused(name: str, what: str, status: int, facts: NodeFacts) -> Check:
+    found, change = key_advice(facts)
+    return Check(name, "problem", f"{what} answers {status}: {found}", change)
+
+
+def key_advice(facts: NodeFacts) -> tuple[str, str]:
+    """Return why a node refuses requests, and what to change."""
+    variable = facts.config.api_key_env
+    if not variable:
+        line = 'api_key_env = "NODE_API_KEY"  # an environment variable of the router'
+        return "the node requires an API key", flags.nodes_line(facts.name, line)
+    if not facts.has_key:
+        change = f"Set the environment variable {variable}, also where the router runs"
+        return f"the node requires an API key, and {variable} is not set", change
+    return (
+        f"the node refuses the API key in {variable}",
+        f"Correct the value of {variable}, also where the router runs: it must be the key of the engine",
+    )
+
+
 def engine(facts: NodeFacts) -> Check:
+    if facts.metrics.status in (401, 403) and facts.load is None:
+        return _refused("engine", "its metrics page", facts.metrics.status, facts)
     name = flags.ENGINE_NAMES.get(facts.engine, "")
     shown = f"{name} {facts.version}".strip()
     if not facts.engine:
@@ -52,10 +71,7 @@ def models(facts: NodeFacts) -> Check:
     if facts.config.models:
         return Check("models", "ok", f"{', '.join(facts.config.models)} (from the configuration)")
     if facts.models.status in (401, 403):
-        return Check(
-            "models", "problem", f"GET /v1/models answers {facts.models.status}: the node requires an API key",
-            flags.nodes_line(facts.name, 'api_key_env = "NODE_API_KEY"  # an environment variable of the router'),
-        )  # fmt: skip
+        return _refused("models", "GET /v1/models", facts.models.status, facts)
     reason = facts.models.error or f"answers {facts.models.status}" if not facts.models.ok else "lists no models"
     return Check(
         "models", "problem", f"GET /v1/models {reason}", flags.nodes_line(facts.name, 'models = ["NAME"]'),

@@ -21,6 +21,9 @@ _OWNERS = {"vllm": "vllm", "sglang": "sglang", "tensorrt_llm": "trtllm"}
 class NodeFacts:
     config: NodeConfig
     health: Answer
+    health_path: str = "/health"
+    has_key: bool = False
+    """Whether the environment has an API key for it."""
     metrics: Answer = field(default_factory=Answer)
     models: Answer = field(default_factory=Answer)
     cards: list[dict[str, Any]] = field(default_factory=list)
@@ -29,6 +32,8 @@ class NodeFacts:
     is_detected: bool = False
     """Whether the router would detect the engine, too."""
     version: str = ""
+    is_simulated: bool = False
+    """Whether it is `warmroute engine`."""
     load: LoadReport | None = None
     server_info: dict[str, Any] = field(default_factory=dict)
     endpoints: list[KvEndpoint] | None = None
@@ -41,6 +46,12 @@ class NodeFacts:
         return node_name(self.config)
 
     @property
+    def refused(self) -> tuple[str, int]:
+        """The first path that the node refuses, without a key or with a wrong one, and its status; 0 if none."""
+        answers = {self.health_path: self.health, "/v1/models": self.models, "/metrics": self.metrics}
+        return next(((path, one.status) for path, one in answers.items() if one.status in (401, 403)), ("", 0))
+
+    @property
     def bases(self) -> list[dict[str, Any]]:
         """The cards of models that are not adapters."""
         return [card for card in self.cards if not card.get("parent")]
@@ -51,7 +62,7 @@ class NodeFacts:
 
 
 async def ask_node(config: NodeConfig, http: NodeHttp, health_path: str) -> NodeFacts:
-    facts = NodeFacts(config, await http.get(health_path))
+    facts = NodeFacts(config, await http.get(health_path), health_path, http.has_key)
     if facts.health.error:
         return facts
     reported = ReportedValues(facts.name)
@@ -70,10 +81,14 @@ async def ask_node(config: NodeConfig, http: NodeHttp, health_path: str) -> Node
 
 async def _ask_metrics(facts: NodeFacts, http: NodeHttp) -> None:
     configured = facts.config.engine
+    refused: Answer | None = None
     for path in metrics_paths(configured):
         facts.metrics = await http.get(path)
+        refused = refused or (facts.metrics if facts.metrics.status in (401, 403) else None)
         if facts.metrics.ok and (configured != "auto" or detect_engine(facts.metrics.body)):
             break
+    if refused is not None and not facts.metrics.ok:
+        facts.metrics = refused
     page = facts.metrics.body if facts.metrics.ok else b""
     detected = configured if configured != "auto" else detect_engine(page) or engine_of_cards(facts.cards)
     facts.is_detected = bool(detected)
@@ -92,7 +107,9 @@ async def _version(facts: NodeFacts, http: NodeHttp) -> str:
         answer = await http.get("/server_info")
         facts.server_info = _object(answer)
         return printable(facts.server_info.get("version"))
-    return printable(_object(await http.get("/version")).get("version"))
+    found = _object(await http.get("/version"))
+    facts.is_simulated = found.get("simulated_by") == "warmroute"
+    return printable(found.get("version"))
 
 
 async def _ask_kv_events(facts: NodeFacts, http: NodeHttp, reported: ReportedValues) -> None:

@@ -40,6 +40,8 @@ class NodeHttp:
         self._tls = tls if self._url.startswith("https://") else None
         self._timeout_s = timeout_s
         key = os.environ.get(node.api_key_env, "") if node.api_key_env else ""
+        self.has_key = bool(key)
+        """Whether the environment has an API key for the node."""
         self._headers = [("Authorization", f"Bearer {key}")] if key else []
 
     async def get(self, path: str) -> Answer:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from warmroute.config import Config
 from warmroute.doctor import engine_flags
+from warmroute.doctor import node_checks as checks
 from warmroute.doctor.examine import MAX_CONCURRENT
 from warmroute.doctor.node_facts import NodeFacts, ask_node, printable
 from warmroute.doctor.node_http import NodeHttp
@@ -23,6 +24,14 @@ async def ask_nodes(config: Config, timeout_s: float) -> list[NodeFacts]:
             return await ask_node(node, NodeHttp(node, tls, timeout_s), config.health.path)
 
     return list(await asyncio.gather(*(ask(number) for number in range(len(config.nodes)))))
+
+
+def problem_of(facts: NodeFacts) -> str:
+    """Return why the node's table has less than it could have; empty if all is there."""
+    if facts.health.error:
+        return f"did not answer: {facts.health.error}"
+    path, status = facts.refused
+    return f"answered {status} to GET {path}: {checks.key_advice(facts)[0]}" if status else ""
 
 
 def starter_config(nodes: list[NodeFacts], host: str, port: int, admin_port: int) -> str:
@@ -44,6 +53,10 @@ def _lines(nodes: list[NodeFacts], host: str, port: int, admin_port: int) -> Ite
     yield 'host = "127.0.0.1"     # other addresses need token_sha256'
     yield f"port = {admin_port}"
     yield ""
+    yield "# Drains, roles and nodes of the admin API survive a restart with:"
+    yield "# [state]"
+    yield '# directory = "/var/lib/warmroute"'
+    yield ""
     yield "# One for each client. `warmroute hash-key` prints the hash of a key."
     yield "# [[keys]]"
     yield '# tenant = "team-a"'
@@ -61,9 +74,9 @@ def _lines(nodes: list[NodeFacts], host: str, port: int, admin_port: int) -> Ite
 
 def _node(facts: NodeFacts) -> Iterator[str]:
     """Yield the node's table, after comments on what it answered and which flags its engine lacks."""
-    if facts.health.error:
-        yield f"# It did not answer: {printable(facts.health.error, 200)}"
-    else:
+    if problem := problem_of(facts):
+        yield f"# It {printable(problem, 300)}"
+    if not facts.health.error:
         engine = f"{facts.engine or 'unknown engine'} {facts.version}".strip()
         models = ", ".join(_described(card) for card in facts.bases) or "no models"
         yield f"# {engine}: {models}"
@@ -80,7 +93,10 @@ def _node(facts: NodeFacts) -> Iterator[str]:
         yield f"engine = {_text(facts.engine)}    # its metrics do not show it"
     yield '# island = "aws/us-east-1"    # provider and region, if there are several'
     yield '# gpu = "L4"'
-    yield '# api_key_env = "ENGINE_API_KEY"'
+    if facts.config.api_key_env:
+        yield f"api_key_env = {_text(facts.config.api_key_env)}    # an environment variable of the router"
+    else:
+        yield '# api_key_env = "ENGINE_API_KEY"'
 
 
 def _described(card: dict[str, object]) -> str:

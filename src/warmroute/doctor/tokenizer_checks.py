@@ -53,6 +53,9 @@ def tokenizer_checks(facts: NodeFacts, statuses: Mapping[str, TokenizerStatus], 
         tokenizer = status.tokenizer.tokenizer if status.tokenizer is not None else None
         if tokenizer is None and config.prompts.remote_tokenize and facts.engine in CHAT_ENGINES:
             yield Check("tokenizer", "ok", f"{status.model}: the router asks the node's /tokenize for each prompt")
+        elif tokenizer is None and facts.is_simulated and status.model not in named:
+            found = f"none for {status.model}: the router matches prompts by their text, since the engine is simulated"
+            yield Check("tokenizer", "note", found, "For exact tokens, start it with --tokenizer DIR")
         elif tokenizer is None:
             where = f"{status.hub_id}: " if status.hub_id else ""
             advice = missing_advice(status, status.model in named, config.prompts.download_tokenizers)

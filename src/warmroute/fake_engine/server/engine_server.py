@@ -320,7 +320,7 @@ class EngineServer:
         responder.reply(200, page, metrics_page.CONTENT_TYPE)
 
     def _version(self, _request: Request, responder: Responder) -> None:
-        _reply(responder, {"version": VERSION})
+        _reply(responder, {"version": VERSION, "simulated_by": "warmroute"})
 
     def _load(self, _request: Request, responder: Responder) -> None:
         _reply(responder, {"server_load": self._requests_in_flight()})
