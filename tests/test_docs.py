@@ -128,6 +128,7 @@ def test_the_page_on_architecture_lists_the_rooms_and_what_they_import() -> None
 ROUTING_ERRORS = (
     routing_errors.UnknownModel(), routing_errors.MissingModel(), routing_errors.NoNodeAvailable(),
     routing_errors.NoNodeInSubset(), routing_errors.ContextTooLong(9000, 2048), routing_errors.AllNodesFailed(2, None),
+    routing_errors.FailedOnEveryNode(2),
     routing_errors.AllNodesBusy(1), routing_errors.AllNodesUnavailable(1), routing_errors.QueueFull(),
     routing_errors.Displaced(), routing_errors.HeldTooLong(),
     routing_errors.NodeQueuesFull(), routing_errors.NodesFull(), routing_errors.WouldQueue(),

@@ -92,7 +92,9 @@ async def test_plain_http_on_a_tls_listener_gets_an_answer_and_a_line_in_the_log
 
 
 async def test_silent_and_strange_clients_of_a_tls_listener_hold_nothing(certificate: dict[str, Any]) -> None:
-    open_files = lambda: len(os.listdir("/proc/self/fd"))  # noqa: E731
+    def open_files() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
     limits = {"header_timeout_s": 0.3}
     async with engines() as [engine], router(engine, listen=certificate["listen"], limits=limits) as r:
         before = open_files()

@@ -39,7 +39,7 @@ USAGE = json.dumps(
 ).encode()
 SECTIONS = {
     "router", "totals", "window", "nodes", "islands", "routes", "queue", "prefixes", "scaling", "prompts", "alerts",
-    "ended_alerts", "client_errors",
+    "ended_alerts", "client_errors", "failed_requests",
 }  # fmt: skip
 
 

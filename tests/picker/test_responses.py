@@ -13,7 +13,9 @@ from support.picker import FakeEnvoy, RunningPicker, chat_body, headers_message,
 from support.polling import until
 from support.scripted_engine import engines
 
+from warmroute.fleet.health import HealthState
 from warmroute.fleet.node import Outcome
+from warmroute.fleet.outlier_detection import counts_of
 from warmroute.picker import ext_proc
 from warmroute.routing.dispatch import Dispatch
 
@@ -275,3 +277,59 @@ async def test_the_picker_asks_envoy_for_more_time_where_the_filter_allows_it() 
         assert (await asking).endpoints
         await first.finish()
         waiting.call.cancel()
+
+
+# Errors.
+
+
+async def test_the_body_of_an_error_is_read_where_envoy_shows_it() -> None:
+    body = b'{"error":{"message":"CUDA out of memory: some words","type":"InternalServerError","code":500}}'
+    async with engines(1) as nodes, picker(*nodes, health={"consecutive_failures": 100}) as p:
+        for status, responses, kind in ((500, "streamed", "out_of_memory"), (400, "streamed", "out_of_memory")):
+            envoy, _endpoints = await _sent(p, responses=responses)
+            await envoy.respond(body[:20], body[20:], status=status, content_type="application/json")
+            await envoy.finish()
+            [entry] = p.service.journal.latest(1)
+            [failed] = p.service.journal.describe(entry)["failed_tries"]
+            assert failed["status"] == status
+            assert failed["error"] == {
+                "class": kind, "type": "InternalServerError", "code": "500", "length": len(body)
+            }  # fmt: skip
+
+
+async def test_poison_requests_open_no_breaker() -> None:
+    """Envoy used a fallback, which answers 500 as well: both nodes serve other requests."""
+    async with engines(3) as nodes, picker(*nodes) as p:
+        for one in range(3):
+            envoy, endpoints = await _sent(p)
+            await envoy.respond(TOKEN, usage(0), served=endpoints[one])
+            await envoy.finish()
+            node = p.server.endpoints.node_at(endpoints[one])
+            assert node is not None
+        for node in p.service.fleet:
+            node.last_served_s = p.service.proxy.now()
+        failed_before = {node.name: counts_of(node).failed for node in p.service.fleet}
+        for _ in range(30):
+            envoy, endpoints = await _sent(p)
+            await envoy.respond(b"{}", status=500, served=endpoints[1], content_type="application/json")
+            await envoy.finish()
+            [entry] = p.service.journal.latest(1)
+            assert p.service.journal.describe(entry)["poison"] is True
+        assert {node.name: counts_of(node).failed for node in p.service.fleet} == failed_before
+        assert all(node.health.state is HealthState.UP for node in p.service.fleet)
+
+
+async def test_a_node_whose_fallbacks_serve_goes_down() -> None:
+    async with engines(2) as nodes, picker(*nodes, health={"breaker_open_s": 30}) as p:
+        for node in p.service.fleet:
+            node.last_served_s = p.service.proxy.now()
+        bad = next(iter(p.service.fleet))
+        threshold = bad.health.config.consecutive_failures
+        while bad.outcomes[Outcome.FAILED] < threshold:
+            envoy, endpoints = await _sent(p)
+            if p.server.endpoints.node_at(endpoints[0]) is bad:
+                await envoy.respond(TOKEN, usage(0), served=endpoints[1])
+            else:
+                await envoy.respond(TOKEN, usage(0))
+            await envoy.finish()
+        assert bad.health.state is HealthState.DOWN

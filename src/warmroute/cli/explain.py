@@ -1,6 +1,6 @@
 """warmroute explain: why the router sent a request to its node, or where it would send a request now.
 
-Without arguments it lists the latest decisions.
+Without arguments it lists the latest decisions; with --failed, --tenant or --status, those that these name.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
-from urllib.parse import quote
+from urllib.parse import quote, urlencode
 
 from warmroute.cli.admin_client import add_admin_options, call_admin
 from warmroute.cli.column_tables import TableColumn, fit_tables
@@ -45,7 +45,12 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--header", action="append", default=[], metavar="'NAME: VALUE'", help="header of that request; repeatable"
     )
-    parser.add_argument("--tenant", help="tenant of that request, if the router requires API keys")
+    parser.add_argument(
+        "--tenant", help="tenant of that request, if the router requires API keys; without --request: list its requests"
+    )
+    parser.add_argument("--failed", action="store_true", help="list requests that failed, and why")
+    parser.add_argument("--status", type=int, metavar="CODE", help="list requests that ended with this HTTP status")
+    parser.add_argument("--limit", type=int, metavar="COUNT", help="number of requests in a list (default: 20)")
     parser.add_argument("--journal", type=Path, metavar="FILE", help="look up the past request in a journal file")
     add_admin_options(parser)
     parser.add_argument("--json", action="store_true", help="print the decision as JSON")
@@ -55,22 +60,15 @@ def add_to(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.request_id and args.request:
         raise ConfigError("explain: give either REQUEST_ID or --request FILE, not both")
+    if (args.failed or args.status or args.limit) and (args.request_id or args.request):
+        raise ConfigError("explain: --failed, --status and --limit list past requests: give no REQUEST_ID or --request")
     if not args.request_id and not args.request:
-        if args.journal:
-            raise ConfigError("explain: --journal needs a REQUEST_ID")
-        decisions = call_admin(args, "/admin/decisions", expect="decisions")["decisions"]
-        if args.json:
-            print(json.dumps(decisions, indent=2, ensure_ascii=False))
-        elif not decisions:
-            print("no decisions yet")
-        elif decisions:
-            _print_list(decisions)
-        return 0
+        return _list(args)
     if args.request:
         if args.journal:
             raise ConfigError("explain: --journal is for past requests; it cannot be used with --request")
         decision = call_admin(args, "/admin/explain", _explain_body(args), expect="explanation")
-    elif args.path or args.header or args.tenant:
+    elif args.path or args.header or args.tenant is not None:
         raise ConfigError("explain: --path, --header and --tenant require --request")
     elif args.journal:
         decision = find_in_journal(args.journal, args.request_id)
@@ -84,6 +82,23 @@ def run(args: argparse.Namespace) -> int:
 
 
 # From the router.
+
+
+def _list(args: argparse.Namespace) -> int:
+    if args.journal:
+        raise ConfigError("explain: --journal needs a REQUEST_ID")
+    if args.path or args.header:
+        raise ConfigError("explain: --path and --header require --request")
+    wanted = {"failed": int(args.failed) or None, "tenant": args.tenant, "status": args.status, "limit": args.limit}
+    query = urlencode({name: value for name, value in wanted.items() if value is not None})
+    decisions = call_admin(args, f"/admin/decisions?{query}", expect="decisions")["decisions"]
+    if args.json:
+        print(json.dumps(decisions, indent=2, ensure_ascii=False))
+    elif not decisions:
+        print("no such request" if query else "no decisions yet")
+    else:
+        _print_list(decisions)
+    return 0
 
 
 def _explain_body(args: argparse.Namespace) -> bytes:
@@ -161,12 +176,14 @@ def _print(decision: Decision) -> None:
             out.print(f"and {hidden:,} more", style="dim")
     if decision.get("route"):
         out.print(f"route: {decision['route']}", markup=False, highlight=False)
+    for line in _failed_lines(decision):
+        out.print(line, markup=False, highlight=False, soft_wrap=True)
     if "outcome" in decision:
         out.print(_outcome_line(decision), markup=False, highlight=False, soft_wrap=True)
 
 
 def _print_list(decisions: Sequence[Decision]) -> None:
-    """Print a line of columns for each decision, and its explanation below."""
+    """Print a line of columns for each decision, and below it its explanation and what failed."""
     from rich.cells import cell_len
 
     today = datetime.now(UTC).date().isoformat()
@@ -188,6 +205,8 @@ def _print_list(decisions: Sequence[Decision]) -> None:
         print("  ".join(cells).rstrip())
         if number:
             print(f"    {decisions[number - 1]['explanation']}")
+            for line in _failed_lines(decisions[number - 1]):
+                print(f"    {line}")
 
 
 def _milliseconds(value: float | None) -> str:
@@ -222,6 +241,23 @@ def _candidate_tables(decision: Decision, width: int) -> Iterator[Table]:
 
 def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 99.5 else f"{value:.1f}"
+
+
+def _failed_lines(decision: Decision) -> Iterator[str]:
+    """One line for each node that failed at the request. A journal file of an older router has none."""
+    for failed in decision.get("failed_tries", ()):
+        what = "" if failed["role"] == "whole" else f" ({failed['role']})"
+        line = f"{failed['node']}{what}: {failed['reason']}"
+        if failed["duration_ms"] is not None:
+            line += f" after {_number(failed['duration_ms'])} ms"
+        error = failed["error"]
+        if error is not None:
+            about = "an error of another kind" if error["class"] == "other" else error["class"].replace("_", " ")
+            named = ", ".join(f"{key} {error[key]}" for key in ("type", "code") if error[key])
+            line += f"; the engine says: {about} ({f'{named}, ' if named else ''}{error['length']:,} bytes)"
+            if error.get("text"):
+                line += f": {error['text']}"
+        yield line
 
 
 def _outcome_line(decision: Decision) -> str:

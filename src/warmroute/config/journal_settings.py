@@ -10,7 +10,8 @@ from warmroute.config.section import Bytes, Section
 
 
 class Journal(Section, frozen=True):
-    """Recent routing decisions and their reasons, for `warmroute explain`. The journal never contains user text."""
+    """Recent routing decisions and their reasons, for `warmroute explain`. It never contains user text, except, with
+    `error_text`, what engines repeat of it in errors."""
 
     max_decisions: Annotated[
         int, Meta(ge=0, le=1_000_000, description="Decisions kept in memory, 1 to 15 KB each. 0: none.")
@@ -22,6 +23,13 @@ class Journal(Section, frozen=True):
     file_max_bytes: Annotated[
         Bytes, Meta(description="Size at which the router renames the file to `FILE.1` and starts a new one.")
     ] = 67_108_864
+    error_text: Annotated[
+        bool,
+        Meta(
+            description="Keep the first 1,000 characters of what a node says in an error response. Engines repeat "
+            "parts of prompts in them."
+        ),
+    ] = False
     response_headers: Annotated[
         Literal["off", "on_request", "always"],
         Meta(

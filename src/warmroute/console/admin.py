@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from hashlib import sha256
 from hmac import compare_digest
 from typing import Any, Final, Protocol
@@ -26,6 +27,7 @@ from warmroute.fleet.fleet import Fleet, NameTaken, UnknownNode
 from warmroute.fleet.island_registry import IslandRegistry
 from warmroute.fleet.node import Node, Outcome
 from warmroute.index.cache_view import CacheView
+from warmroute.telemetry.journal import describe_last_failure
 from warmroute.telemetry.scrape import Scrapes
 
 PUBLIC_PATHS: Final = (b"/health", b"/ready", *PAGE_PATHS)
@@ -316,6 +318,7 @@ def describe_node(node: Node) -> dict[str, Any]:
         "prefill_speed_implausible": node.speed.implausible or None,
         "ejections": dict(node.recent_requests.ejections),
         "outcomes": {outcome.name.lower(): node.outcomes[outcome] for outcome in Outcome},
+        "last_failure": describe_last_failure(node, time.time() - time.monotonic()),
     }
 
 

@@ -6,7 +6,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
-from warmroute.console.combined_views import add_counts, add_shares, by_name, leading_view, merge_alerts
+from warmroute.console.combined_views import (
+    add_counts,
+    add_shares,
+    by_name,
+    latest_failure,
+    leading_view,
+    merge_alerts,
+)  # fmt: skip
 
 Section = Any
 
@@ -56,6 +63,7 @@ def _combine_nodes(lists: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]
     for views in by_name(lists):
         node = dict(views[0])
         node["ok"], node["failed"] = (sum(view[key] for view in views) for key in ("ok", "failed"))
+        node["last_failure"] = latest_failure(views)
         nodes.append(node)
     return nodes
 
@@ -110,6 +118,12 @@ def _combine_client_errors(lists: Sequence[list[dict[str, Any]]]) -> list[dict[s
     return sorted(found.values(), key=lambda row: (-row["recent"], -row["total"], row["code"]))
 
 
+def _combine_failed_requests(lists: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """The latest of all workers, newest first."""
+    requests = sorted((one for requests in lists for one in requests), key=lambda one: -float(one["time"]))
+    return requests[: max(map(len, lists))]
+
+
 def _first(views: Sequence[Section]) -> Section:
     return views[0]
 
@@ -129,6 +143,7 @@ _COMBINE: Final[dict[str, Callable[[Sequence[Any]], Section]]] = {
     "client_errors": _combine_client_errors,
     "alerts": merge_alerts,
     "ended_alerts": merge_alerts,
+    "failed_requests": _combine_failed_requests,
     "scaling": leading_view,
 }
 

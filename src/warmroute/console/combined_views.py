@@ -36,7 +36,14 @@ def combine_node(views: Sequence[dict[str, Any]]) -> dict[str, Any]:
     for view in views[1:]:
         for key in ("outcomes", "ejections"):
             node[key] = add_counts(node[key], view[key])
+    node["last_failure"] = latest_failure(views)
     return node
+
+
+def latest_failure(views: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """Return the last failed try on a node that any worker knows."""
+    failures = [view["last_failure"] for view in views if view["last_failure"] is not None]
+    return max(failures, key=lambda failure: float(failure["time"]), default=None)
 
 
 def by_name(lists: Sequence[Sequence[dict[str, Any]]]) -> list[list[dict[str, Any]]]:

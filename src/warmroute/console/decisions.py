@@ -1,4 +1,6 @@
-"""GET /admin/decisions and GET /admin/decisions/REQUEST_ID: recent decisions and their reasons.
+"""GET /admin/decisions and GET /admin/decisions/REQUEST_ID: recent decisions, their reasons, and what failed.
+
+    ?limit=20   ?failed=1   ?tenant=search   ?status=502   ?request_id=…      each, or several together
 
 POST /admin/explain: the decision that the router would take for a request now:
 
@@ -24,9 +26,10 @@ from warmroute.edge.errors import HttpError
 from warmroute.edge.http1 import RequestHead, read_request_head
 from warmroute.edge.proxy import Proxy
 from warmroute.routing.explanation import explain_decision
-from warmroute.telemetry.journal import Journal, describe_decision
+from warmroute.telemetry.journal import Journal, describe_decision, search
 
 DEFAULT_LIMIT: Final = 20
+_FLAGS: Final = {"0": False, "false": False, "": False, "1": True, "true": True}
 _HEADER_NAME: Final = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _HEADER_VALUE: Final = re.compile(r"[\t\x20-\x7e\x80-\xff]*")
 _TARGET: Final = re.compile(r"/[\x21-\x7e]*")
@@ -50,17 +53,32 @@ class Decisions:
         self._proxy = proxy
 
     async def recent(self, query: str) -> dict[str, Any]:
-        """Return the latest decisions, newest first, up to `limit`."""
-        limit = parse_qs(query).get("limit", [str(DEFAULT_LIMIT)])[-1]
-        if not limit.isascii() or not limit.isdigit() or not 0 < len(limit) < 10 or not int(limit):
+        """Return the latest decisions that the query asks for, newest first, up to `limit`. Raises HttpError."""
+        fields = {name: values[-1] for name, values in parse_qs(query, keep_blank_values=True).items()}
+        limit, status = fields.get("limit", str(DEFAULT_LIMIT)), fields.get("status")
+        if not _number(limit) > 0:
             raise HttpError(400, f"limit must be above 0, not {limit[:40]!r}.", code="bad_limit", param="limit")
-        entries = self._journal.latest(int(limit))
+        if status is not None and not 100 <= _number(status) <= 599:
+            raise HttpError(
+                400, f"status must be from 100 to 599, not {status[:40]!r}.", code="bad_query", param="status"
+            )
+        failed = fields.get("failed", "0")
+        if failed not in _FLAGS:
+            raise HttpError(400, f"failed must be 0 or 1, not {failed[:40]!r}.", code="bad_query", param="failed")
+        request_id = fields.get("request_id")
+        journal = self._journal
+        stored = journal.stored()
 
-        def describe_all() -> list[dict[str, Any]]:
-            return [self._journal.describe(entry) for entry in entries]
+        def find_all() -> list[dict[str, Any]]:
+            entries = search(
+                stored, int(limit), failed=_FLAGS[failed], tenant=fields.get("tenant"),
+                status=None if status is None else int(status),
+                request_id=None if request_id is None else request_id.encode("utf-8", "replace"),
+            )  # fmt: skip
+            return [journal.describe(entry) for entry in entries]
 
-        described = await asyncio.get_running_loop().run_in_executor(None, describe_all)
-        return {"stored": len(self._journal), "decisions": described}
+        described = await asyncio.get_running_loop().run_in_executor(None, find_all)
+        return {"stored": len(journal), "decisions": described}
 
     def find(self, request_id: str) -> dict[str, Any]:
         entry = self._journal.find(request_id.encode("utf-8", "replace"))
@@ -115,6 +133,11 @@ class Decisions:
                 ) from None  # fmt: skip
             return named
         return rights if named is None or rights.tenant == named.tenant else named
+
+
+def _number(text: str) -> int:
+    """Return a whole number of a query; -1 if it is none."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else -1
 
 
 def _head(request: ExplainRequest, length: int) -> RequestHead:

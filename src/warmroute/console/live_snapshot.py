@@ -22,12 +22,13 @@ from warmroute.routing.admission_queue import AdmissionQueue
 from warmroute.telemetry.alerts import Alerts, describe_alert
 from warmroute.telemetry.client_errors import ClientErrors
 from warmroute.telemetry.history import COARSE_S, FINE_S, History, Point, Sums, Window, sums_of
-from warmroute.telemetry.journal import Entry, Journal
+from warmroute.telemetry.journal import Entry, Journal, describe_last_failure
 from warmroute.telemetry.popular_prefixes import PopularPrefix
 from warmroute.telemetry.traffic import Traffic
 
 MAX_HOLDERS: Final = 8
 """Nodes that are named for each popular prefix."""
+MAX_FAILED_REQUESTS: Final = 20
 MIN_PREFIX_SHARE: Final = 0.1
 """Prefixes with less than this fraction of the most popular one's prompts are left out: single conversations."""
 SHOWN_ENDED_ALERTS: Final = 8
@@ -94,7 +95,7 @@ class LiveSnapshot:
             },
             "totals": _describe_sums(sums_of(self._traffic.total), now_s - self._started_s),
             "window": _describe_sums(window.total, window.seconds),
-            "nodes": [_describe_node(node, self._cache_view.cache(node.name)) for node in self._fleet],
+            "nodes": [_describe_node(node, self._cache_view.cache(node.name), wall_s) for node in self._fleet],
             "islands": [
                 {
                     "name": island.name,
@@ -114,6 +115,9 @@ class LiveSnapshot:
             "prompts": self._describe_prompts(),
             "alerts": [describe_alert(alert, wall_s) for alert in self._alerts.current],
             "ended_alerts": [describe_alert(alert, wall_s) for alert in self._alerts.ended[:SHOWN_ENDED_ALERTS]],
+            "failed_requests": [
+                self._journal.describe_failed(entry) for entry in self._journal.latest_failed(MAX_FAILED_REQUESTS)
+            ],
         }
 
     def describe_alerts(self) -> dict[str, Any]:
@@ -231,7 +235,7 @@ def _describe_sums(sums: Sums, seconds: float) -> dict[str, Any]:
     }
 
 
-def _describe_node(node: Node, cache: NodeCache | None) -> dict[str, Any]:
+def _describe_node(node: Node, cache: NodeCache | None, wall_s: float) -> dict[str, Any]:
     outcomes = node.outcomes
     if cache is None or not cache.ranks:
         source = "inferred"
@@ -260,6 +264,7 @@ def _describe_node(node: Node, cache: NodeCache | None) -> dict[str, Any]:
         "agreement": round(cache.accuracy.agreement(), 3) if cache is not None else None,
         "ok": outcomes[Outcome.OK],
         "failed": sum([outcomes[outcome] for outcome in FAILURES]),
+        "last_failure": describe_last_failure(node, wall_s),
     }
 
 

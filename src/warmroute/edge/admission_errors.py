@@ -10,6 +10,8 @@ from warmroute.routing import routing_errors as reasons
 
 RETRY_AFTER_S: Final = 1
 """Sent where routing gives no estimate."""
+_NO_RETRY: Final = (("X-Should-Retry", "false"),)
+"""The clients of OpenAI and Anthropic retry a 502 otherwise."""
 _NOT_ADMITTED: Final[dict[type[reasons.NotAdmitted], tuple[str, str]]] = {
     reasons.QueueFull: (
         "overloaded",
@@ -67,6 +69,13 @@ def to_error(why: reasons.RoutingError, request: RoutingRequest) -> HttpError:
         case reasons.AllNodesUnavailable():
             message = f"Every node says that it cannot serve requests now. {RETRY}"
             return _unavailable(503, "no_node_available", message, why.retry_after_s)
+        case reasons.FailedOnEveryNode():
+            message = (
+                f"The router tried {why.tried} nodes. At least two of them failed at this request while they served "
+                "others, so the router tried no further node. A retry is unlikely to help: change the request, or "
+                "tell the operator."
+            )
+            return HttpError(502, message, code="failed_on_every_node", kind="server_error", headers=_NO_RETRY)
         case reasons.AllNodesFailed():
             nodes = "node" if why.tried == 1 else "nodes"
             message = f"The router tried {why.tried} {nodes}, and none of them completed the request. Retry later."

@@ -91,6 +91,8 @@ class ConnectionPool:
         self.uses_tls = self._tls is not None
         self._idle: list[NodeConnection] = []
         self.busy: set[NodeConnection] = set()
+        self.reading_errors: set[NodeConnection] = set()
+        """Those of `busy` that wait for the rest of an error's body."""
         self._connecting: set[asyncio.Task[None]] = set()
         self._closed = False
         default_port = 443 if node.scheme == "https" else 80
@@ -174,11 +176,13 @@ class ConnectionPool:
             self._idle.remove(connection)
 
     def close(self) -> None:
-        """Close the idle connections now, and each busy one when its response has ended."""
+        """Close the idle connections now, and those that only read an error. Close each busy one when its response has
+        ended."""
         self._closed = True
         idle, self._idle = self._idle, []
-        for connection in idle:
+        for connection in (*idle, *self.reading_errors):
             connection.cancel()
+        self.reading_errors.clear()
 
     @property
     def last_byte_s(self) -> float:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 from warmroute._kernel import USAGE_TAIL_BYTES, Outline, ResponseTail, read_usage
 from warmroute.edge import errors
 from warmroute.edge.connection_pool import ConnectionPool
+from warmroute.edge.error_body import ErrorBody
 from warmroute.edge.first_token import FirstTokenDetector, detector_for
 from warmroute.edge.http1 import CHUNKED, UNTIL_CLOSE, ChunkReader, RequestHead, ResponseHead
 from warmroute.edge.last_event import MAX_TAIL_BYTES, has_last_event
@@ -149,6 +150,10 @@ class ProxyExchange:
     def now(self) -> float:
         return self._proxy.now()
 
+    @property
+    def keeps_error_text(self) -> bool:
+        return self._proxy.keeps_error_text
+
     def withdraw(self) -> None:
         attempt, self._attempt = self._attempt, None
         if attempt is not None:
@@ -215,11 +220,12 @@ class ProxyExchange:
         if self.trace is not None:
             self.trace.node_answered(attempt.ticket, status)
         retry_after_s = seconds_of(head.retry_after) if status in (429, 503) else None
+        error = attempt.error
         if attempt is self._hedge:
-            if not attempts.hedge_started(status, retry_after_s, now_s):
+            if not attempts.hedge_started(status, retry_after_s, now_s, error):
                 self._hedge = None
                 return None
-        elif not attempts.response_started(status, retry_after_s, now_s):
+        elif not attempts.response_started(status, retry_after_s, now_s, error):
             return None
         proxy, client = self._proxy, self._client
         length = head.length
@@ -261,6 +267,9 @@ class ProxyExchange:
                 self._tail = tail = ResponseTail(MAX_TAIL_BYTES if self._events else USAGE_TAIL_BYTES)
                 tail.keep(first)
                 write = self._keeping_tail(write, tail)
+        if error is not None and attempt.error_body is not None:
+            attempts.first_token(now_s)
+            return self._keeping_error(write, attempt.error_body)
         detector = detector_for(head) if self._events else None
         if detector is None or detector.feed(first):
             attempts.first_token(now_s)
@@ -292,6 +301,14 @@ class ProxyExchange:
 
         def write_and_keep(data: bytes) -> None:
             keep(data)
+            write(data)
+
+        return write_and_keep
+
+    @staticmethod
+    def _keeping_error(write: Callable[[bytes], object], error: ErrorBody) -> Callable[[bytes], object]:
+        def write_and_keep(data: bytes) -> None:
+            error.feed(data)
             write(data)
 
         return write_and_keep

@@ -10,8 +10,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from warmroute.edge.connection_pool import ConnectionPool
+from warmroute.edge.error_body import ErrorBody, whole_error
 from warmroute.edge.http1 import ChunkReader, ResponseHead
 from warmroute.edge.node_connection import ConnectFailure, NodeConnection
+from warmroute.fleet.failed_tries import NodeError
 from warmroute.fleet.ticket import Ticket
 
 if TYPE_CHECKING:
@@ -27,6 +29,10 @@ class NodeAttempt:
     connection: NodeConnection | None = None
     _retried_stale: bool = False
     _withdrawn: bool = False
+    error: NodeError | None = None
+    """Set if the node answers with an error."""
+    error_body: ErrorBody | None = None
+    """Set until its whole body has arrived."""
     body: bytes | None = None
     """What the node gets; None: the client's body as it is."""
 
@@ -79,16 +85,39 @@ class NodeAttempt:
     def response_started(
         self, head: ResponseHead, first: bytes, whole: bool, now_s: float
     ) -> Callable[[bytes], object] | None:
+        if head.status < 400:
+            return self._exchange.response_started(self, head, first, whole, now_s)
+        connection = self.connection
+        self._begin_error(head, first, whole)
         if head.status >= 500 or head.status == 429:
             self.connection = None  # it closes itself, or is kept alive
-        return self._exchange.response_started(self, head, first, whole, now_s)
+        sink = self._exchange.response_started(self, head, first, whole, now_s)
+        return sink if sink is not None or whole else self._read_rest(connection, now_s)
+
+    def _begin_error(self, head: ResponseHead, first: bytes, whole: bool) -> None:
+        keeps_text = self._exchange.keeps_error_text
+        if whole:
+            self.error = whole_error(head, first, keeps_text)
+        else:
+            self.error_body = body = ErrorBody(head.status, head.length, head.encoded, keeps_text)
+            self.error = body.error
+            body.feed(first)
+
+    def _read_rest(self, connection: NodeConnection | None, now_s: float) -> Callable[[bytes], object] | None:
+        """The request has gone on: read the rest of the error's body, if that is worth it."""
+        body = self.error_body
+        return body.follow(connection, now_s) if body is not None and connection is not None else None
 
     def response_ended(self, now_s: float) -> None:
         self.connection = None
+        if self.error_body is not None:
+            self.error_body.finish()
         self._exchange.response_ended(now_s)
 
     def response_broke(self, reason: str, frames: ChunkReader | None) -> None:
         self.connection = None
+        if self.error_body is not None:
+            self.error_body.finish()
         self._exchange.response_broke(reason, frames)
 
     def internal_error(self, error: Exception, frames: ChunkReader | None) -> None:

@@ -33,6 +33,8 @@ BODY_UNTIL_CLOSE: Final = 5
 CLOSED: Final = 6
 MAX_HEAD_BYTES: Final = 65_536
 """Maximum size of a response head."""
+MAX_READING_ERRORS: Final = 32
+"""Connections to one node that wait for the rest of an error's body."""
 _JOIN_BYTES: Final = 4_096
 """Up to this size, head and body are written as one piece: a copy costs less than a second buffer."""
 
@@ -136,6 +138,24 @@ class NodeConnection:
     def replace_sink(self, sink: Callable[[bytes], object]) -> None:
         """Pass the rest of the response's body to `sink`."""
         self._sink = sink
+
+    def read_error(self, handler: ResponseHandler, until_s: float) -> bool:
+        """Let `handler` read the rest of an error's body. Return False if too many connections to the node do so."""
+        pool = self._pool
+        if len(pool.reading_errors) >= MAX_READING_ERRORS or self._state == CLOSED:
+            return False
+        pool.reading_errors.add(self)
+        self._handler = handler
+        self._silence_timeout_s = until_s - self._now()
+        pool.timers.arm(self, until_s)
+        return True
+
+    def error_read(self) -> None:
+        self._pool.reading_errors.discard(self)
+
+    @property
+    def now_s(self) -> float:
+        return self._now()
 
     def relay(self, client: object, keep: Callable[[bytes], object] | None) -> None:
         """Let the kernel pass the chunks that do not end the response to `keep` and to this transport of a client,

@@ -113,6 +113,7 @@ class Proxy:
         self.log_requests = config.log.requests
         self.node_headers = "" if config.journal.response_headers == "off" else config.journal.response_headers
         """Which responses name the node that served them: none (empty), those that ask for it, or all."""
+        self.keeps_error_text = config.journal.error_text
         self._min_tokens = config.index.min_prompt_tokens
 
     # Before the body is read.

@@ -76,12 +76,13 @@ class PrefillAttempt(NodeAttempt):
     ) -> Callable[[bytes], object] | None:
         status = head.status
         if status >= 400:
-            self.connection = None
+            connection, self.connection = self.connection, None
+            self._begin_error(head, first, whole)
             outcome = Outcome.REJECTED if status < 500 and status != 429 else Outcome.FAILED
             if status in (429, 503):
                 outcome = Outcome.BUSY
-            self.split.prefill_failed(outcome, f"HTTP status {status}", now_s)
-            return None
+            self.split.prefill_failed(outcome, f"HTTP status {status}", now_s, status, self.error)
+            return None if whole else self._read_rest(connection, now_s)
         self._readable = not head.encoded
         if head.length == CHUNKED:
             self._frames = ChunkReader()
@@ -140,10 +141,13 @@ class DecodeAttempt(NodeAttempt):
     def response_started(
         self, head: ResponseHead, first: bytes, whole: bool, now_s: float
     ) -> Callable[[bytes], object] | None:
-        if self._is_about_the_transfer(head.status):
-            self.connection = None
-            self.split.transfer_failed(f"the decode node answered with HTTP status {head.status}", now_s)
-            return None
+        status = head.status
+        if self._is_about_the_transfer(status):
+            connection, self.connection = self.connection, None
+            self._begin_error(head, first, whole)
+            reason = f"the decode node answered with HTTP status {status}"
+            self.split.transfer_failed(reason, now_s, status, self.error)
+            return None if whole else self._read_rest(connection, now_s)
         detector = detector_for(head) if head.content_type[:17].lower() == b"text/event-stream" else None
         if detector is None:
             return NodeAttempt.response_started(self, head, first, whole, now_s)

@@ -27,6 +27,9 @@ MAX_PAST_MODELS: Final = 1024
 OnHealthChange = Callable[[Node, HealthState], None]
 """Called after each change of a node's health state, with the state before it."""
 
+_PASSED: Final = (Outcome.OK, Outcome.REJECTED)
+_FAILED: Final = (Outcome.FAILED, Outcome.BROKEN)
+
 
 class Fleet:
     def __init__(
@@ -289,15 +292,30 @@ class Fleet:
         node.health.check_failed(now_s, reason)
         self._apply_health(node, before, now_s)
 
-    def close_ticket(self, ticket: Ticket, outcome: Outcome, now_s: float, reason: str = "") -> None:
-        """Close the ticket, and count its outcome for the node's health."""
+    def close_ticket(
+        self, ticket: Ticket, outcome: Outcome, now_s: float, reason: str = "", *, judged: bool = True
+    ) -> None:
+        """Close the ticket, and count its outcome for the node's health. `judged`: whether it is known that the node is
+        at fault, if it failed; else `count_failure` may follow."""
         ticket.close(outcome, now_s)
         node = ticket.node
         health = node.health
-        if outcome is Outcome.OK or outcome is Outcome.REJECTED:
+        if not judged:
+            node.excused_failures += 1
+            return
+        if outcome in _PASSED:
             if health.request_passed(now_s):
                 self._apply_health(node, (HealthState.HALF_OPEN, False), now_s)
-        elif outcome is Outcome.FAILED or outcome is Outcome.BROKEN:
+        elif outcome in _FAILED:
+            before = health.eligibility
+            health.request_failed(now_s, reason)
+            self._apply_health(node, before, now_s)
+
+    def count_failure(self, node: Node, failed_s: float, now_s: float, reason: str) -> None:
+        """A node was at fault at `failed_s`, as is known only now."""
+        node.excused_failures -= 1
+        health = node.health
+        if failed_s >= max(health.last_passed_s, health.up_since_s):  # else it would have been forgiven since
             before = health.eligibility
             health.request_failed(now_s, reason)
             self._apply_health(node, before, now_s)

@@ -51,6 +51,8 @@ class Health:
     half_open_s: float = -1e9
     last_response_s: float = -1e9
     """When the node last answered anything."""
+    last_passed_s: float = -1e9
+    """When a request last passed."""
     _consecutive_failures: int = 0
     _consecutive_timeouts: int = 0
     _first_timeout_s: float = 0.0
@@ -110,7 +112,7 @@ class Health:
 
     def request_passed(self, now_s: float) -> bool:
         """Return whether the request was a successful trial: the node is UP again."""
-        self.last_response_s = now_s
+        self.last_response_s = self.last_passed_s = now_s
         self._consecutive_failures = 0
         if self.state is not HealthState.HALF_OPEN:
             return False

@@ -32,6 +32,7 @@ from warmroute.fleet.prefill_work import work
 from warmroute.fleet.reported_values import ReportedValues
 
 if TYPE_CHECKING:
+    from warmroute.fleet.failed_tries import FailedTry
     from warmroute.fleet.group import Group
 
 MAX_HIT_SHARE: Final = 0.99
@@ -58,9 +59,9 @@ class Node(NodeState):
     __slots__ = (
         "adapter_names", "api_key_env", "blocked_until_s", "busy_until_s", "concurrency", "config", "context_windows",
         "drained_by_hand", "draining", "engine", "engine_undetected", "excused_failures", "groups", "health", "host",
-        "incarnation", "island", "kv_connector", "last_progress_s", "loaded_adapters", "max_inflight", "model_cards",
-        "models", "no_transfer_until_s", "number", "port", "rates", "recent_requests", "reported", "role", "running",
-        "scheme", "seed", "transfer_tokens", "url", "waiting", "whole_answers",
+        "incarnation", "island", "kv_connector", "last_failure", "last_progress_s", "last_served_s", "loaded_adapters",
+        "max_inflight", "model_cards", "models", "no_transfer_until_s", "number", "port", "rates", "recent_requests",
+        "reported", "role", "running", "scheme", "seed", "transfer_tokens", "url", "waiting", "whole_answers",
     )  # fmt: skip
 
     def __init__(self, config: NodeConfig, health: HealthConfig, adapters: FleetAdapters | None = None) -> None:
@@ -109,7 +110,11 @@ class Node(NodeState):
         """An operator drained it, and only an operator ends that."""
         self.recent_requests = RecentRequests()
         self.excused_failures = 0
-        """Failed requests that failed on every other node, too."""
+        """Failed requests that failed on other nodes, too, or of which it is not known yet whether they do."""
+        self.last_served_s = -1e9
+        """When a response with a status below 400 had its first token or its end."""
+        self.last_failure: FailedTry | None = None
+        """The last request that it did not complete."""
         self.last_progress_s = -1e9
         """When a response of the node last began or ended, or the KV usage that it reports changed."""
         self.busy_until_s = 0.0

@@ -13,7 +13,8 @@ import msgspec
 
 from warmroute._kernel import FirstTokenSearch, ResponseTail, read_usage
 from warmroute.edge import errors
-from warmroute.edge.http1 import RequestHead
+from warmroute.edge.error_body import ErrorBody
+from warmroute.edge.http1 import UNTIL_CLOSE, RequestHead
 from warmroute.edge.last_event import MAX_TAIL_BYTES, has_last_event, may_end
 from warmroute.edge.node_headers import names_node, node_headers
 from warmroute.fleet.node import Node, Outcome
@@ -49,6 +50,8 @@ class PickerExchange(msgspec.Struct, eq=False):
     """Whether Envoy has the request."""
     _is_event_stream: bool = False
     _first_token_search: FirstTokenSearch | None = None
+    _error_body: ErrorBody | None = None
+    """Set if the response is an error whose body Envoy shows."""
     _tail: ResponseTail | None = None
     """The last pieces of the response, where its usage is wanted."""
 
@@ -149,11 +152,15 @@ class PickerExchange(msgspec.Struct, eq=False):
         if self.trace is not None:
             self.trace.node_answered(attempts.ticket, status)
         attempts.status = status
+        error = None
+        if status >= 400 and sees_body and not head.by_envoy:
+            self._error_body = ErrorBody(status, UNTIL_CLOSE, head.encoded, self._proxy.keeps_error_text)
+            error = self._error_body.error
         if head.by_envoy and status < 500:  # another filter rejects the request
             attempts.abandon(now_s)
         elif head.by_envoy:
             attempts.node_failed(Outcome.FAILED, f"Envoy answered {status}", now_s)
-        elif attempts.response_started(status, head.retry_after_s, now_s):
+        elif attempts.response_started(status, head.retry_after_s, now_s, error):
             self._observe(head.is_event_stream, sees_body)
             return
         self._proxy.counters.responses[status] += 1  # it failed, and Envoy tried all others
@@ -171,6 +178,8 @@ class PickerExchange(msgspec.Struct, eq=False):
 
     def response_data(self, data: bytes) -> None:
         attempts = self.attempts
+        if self._error_body is not None:
+            self._error_body.feed(data)
         if attempts.done or not attempts.answering or not data:
             return
         if self._tail is not None:
@@ -185,6 +194,8 @@ class PickerExchange(msgspec.Struct, eq=False):
 
     def response_ended(self) -> None:
         attempts, proxy = self.attempts, self._proxy
+        if self._error_body is not None:
+            self._error_body.finish()
         if attempts.done:
             return
         usage = None

@@ -18,6 +18,8 @@ class ObservedHead(NamedTuple):
     by_envoy: bool
     """No node answers, but Envoy itself."""
     retry_after_s: int | None
+    encoded: bool
+    """Whether the body has a content coding, such as gzip."""
     is_event_stream: bool
     """Whether its tokens can be seen one by one."""
 
@@ -45,6 +47,7 @@ def read_response_head(message: Any, node_at: Callable[[str], Node | None]) -> O
         node_at(served) if served else None,
         not from_node and (status >= 500 or status == 429),
         seconds_of(retry_after) if status in (429, 503) else None,
+        encoded,
         not encoded and content_type[:17].lower() == b"text/event-stream",
     )
 

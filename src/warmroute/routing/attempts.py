@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container
 from typing import Any
 
+from warmroute.fleet.failed_tries import HEDGE, FailedTry, NodeError
 from warmroute.fleet.node import Node, Outcome
 from warmroute.fleet.ticket import Ticket
 from warmroute.index.lookup import Lookup
@@ -64,12 +65,18 @@ class Attempts:
     """Number of nodes that the request was sent to. Also identifies the current attempt."""
     done: bool = False
     reported: Usage | None = None
+    _error: NodeError | None = None
+    """What the body of an error says that went to the client."""
+    failed_tries: tuple[FailedTry, ...] = ()
+    """The first MAX_TRIES of them, and an error that went to the client."""
     _queued: bool = False
     _entry: Any = None
     _failover: Failover | None = None
     """Set once a node has failed."""
     envoy_retries: bool = False
     """Whether Envoy has the request and sends it to the next node itself (routing/held_requests.py)."""
+    poison: bool = False
+    """Whether nodes that serve other requests failed at this one (routing/failover.py)."""
     repeatable: bool = True
     """Whether the request may be sent to a second node while the first one may still execute it."""
     history: AttemptHistory | None = None
@@ -185,11 +192,12 @@ class Attempts:
             self.node_failed(Outcome.FAILED, reason, now_s)
 
     def node_failed(
-        self, outcome: Outcome, reason: str, now_s: float, *, status: int = 0, retry_after_s: int | None = None
-    ) -> None:
+        self, outcome: Outcome, reason: str, now_s: float, *,
+        status: int = 0, retry_after_s: int | None = None, error: NodeError | None = None,
+    ) -> None:  # fmt: skip
         """The node failed before the client received anything: try the next one, or reject the request.
-        `status`: that of a busy node, if it answered."""
-        failover = self.give_up(outcome, reason, now_s)
+        `status`: that of its response; 0 without one. `error`: what its body says."""
+        failover = self.give_up(outcome, reason, now_s, status, error)
         if outcome is Outcome.BUSY:
             failover.busy(failover.failed[-1], status, retry_after_s, now_s)
         if self.hedge is not None:
@@ -200,7 +208,8 @@ class Attempts:
     def _try_next(self, outcome: Outcome, now_s: float) -> None:
         """Try the next node, or reject the request."""
         dispatcher, failover = self._dispatcher, self.get_failover()
-        if dispatcher.may_try_another(self):
+        poison = self.poison = failover.is_poison
+        if not poison and dispatcher.may_try_another(self):
             next_node = failover.next_node(dispatcher.router, self.request, self.lookup, now_s)
             if next_node is not None:
                 dispatcher.counters.retries += 1
@@ -211,24 +220,36 @@ class Attempts:
             self.split.abandon(now_s)
         if self.charge is not None:
             self.charge.cancel()
+        if not poison:
+            self._judge(failover)
         if len(failover.at_fault) > 1:  # then the request may be at fault
+            known = {error.node for error in failover.server_errors} if poison else ()
             for failed in failover.at_fault:
-                failed.excused_failures += 1
-        error = failover.error()
+                failed.excused_failures += failed not in known
+        why = failover.error()
         demand_meter = dispatcher.router.demand_meter
-        if demand_meter is not None and isinstance(error, AllNodesBusy):
+        if demand_meter is not None and isinstance(why, AllNodesBusy):
             demand_meter.shed += 1
-        self.status = self.driver.reject(error)
+        self.status = self.driver.reject(why)
         self._complete_entry(outcome, now_s)
 
-    def give_up(self, outcome: Outcome, reason: str, now_s: float) -> Failover:
-        """Close the ticket on a node that failed."""
+    def give_up(
+        self, outcome: Outcome, reason: str, now_s: float, status: int = 0, error: NodeError | None = None,
+        answered: bool = False,
+    ) -> Failover:  # fmt: skip
+        """Close the ticket on a node that failed. `answered`: as for `Dispatcher.close_ticket`."""
         dispatcher, ticket = self._dispatcher, self.ticket
         dispatcher.waiting.pop(self, None)
-        dispatcher.close_ticket(self, ticket, outcome, now_s, reason)
+        dispatcher.close_ticket(self, ticket, outcome, now_s, reason, status=status, error=error, answered=answered)
         failover = self.get_failover()
         failover.add(ticket.node, outcome)
         return failover
+
+    def _judge(self, failover: Failover) -> None:
+        """The nodes that answered with 5xx are at fault, since another one has answered or no node is left."""
+        errors, failover.server_errors = failover.server_errors, []
+        for error in errors:
+            self._dispatcher.fleet.count_failure(error.node, error.failed_s, self._dispatcher.now(), error.reason)
 
     def get_failover(self) -> Failover:
         if self._failover is None:
@@ -285,16 +306,19 @@ class Attempts:
         return self.get_failover().other_node(dispatcher.router, self.request, self.lookup, now_s, accepts)
 
     def hedge_failed(
-        self, outcome: Outcome, reason: str, now_s: float, *, status: int = 0, retry_after_s: int | None = None
-    ) -> None:
-        """The second node failed. The first one still has the request. `status`: as for `node_failed`."""
+        self, outcome: Outcome, reason: str, now_s: float, *,
+        status: int = 0, retry_after_s: int | None = None, error: NodeError | None = None,
+    ) -> None:  # fmt: skip
+        """The second node failed. The first one still has the request. `status`, `error`: as for `node_failed`."""
         hedge, self.hedge = self.hedge, None
         assert hedge is not None
         failover = self.get_failover()
         failover.add(hedge.node, outcome)
         if outcome is Outcome.BUSY:
             failover.busy(hedge.node, status, retry_after_s, now_s)
-        self._dispatcher.close_ticket(self, hedge, outcome, now_s, reason)
+        self._dispatcher.close_ticket(
+            self, hedge, outcome, now_s, reason, role=HEDGE, status=status, error=error
+        )  # fmt: skip
 
     def hedge_refused(self, reason: str, now_s: float) -> None:
         """No process listens at the second node's address."""
@@ -303,11 +327,13 @@ class Attempts:
         self.hedge_failed(Outcome.FAILED, reason, now_s)
         self._dispatcher.fleet.check_failed(node, now_s, reason)
 
-    def hedge_started(self, status: int, retry_after_s: int | None, now_s: float) -> bool:
+    def hedge_started(
+        self, status: int, retry_after_s: int | None, now_s: float, error: NodeError | None = None
+    ) -> bool:
         """The second node's first byte arrived before that of the first one. Return whether its response counts."""
         if status >= 500 or status == 429:
-            outcome = Outcome.BUSY if status in (429, 503) else Outcome.FAILED
-            self.hedge_failed(outcome, f"HTTP status {status}", now_s, status=status, retry_after_s=retry_after_s)
+            outcome, reason = Outcome.BUSY if status in (429, 503) else Outcome.FAILED, f"HTTP status {status}"
+            self.hedge_failed(outcome, reason, now_s, status=status, retry_after_s=retry_after_s, error=error)
             return False
         slow = self.ticket
         # The end of a response that is not streamed says little about its node.
@@ -317,7 +343,7 @@ class Attempts:
         self.give_up(outcome, reason, now_s)
         self._promote_hedge()
         self._dispatcher.counters.hedges_won += 1
-        return self.response_started(status, None, now_s)
+        return self.response_started(status, None, now_s, error)
 
     def _promote_hedge(self) -> None:
         assert self.hedge is not None
@@ -340,22 +366,28 @@ class Attempts:
 
     # The response.
 
-    def response_started(self, status: int, retry_after_s: int | None, now_s: float) -> bool:
-        """The node's first byte arrived. Return whether its response goes to the client; else the request moved on."""
+    def response_started(
+        self, status: int, retry_after_s: int | None, now_s: float, error: NodeError | None = None
+    ) -> bool:
+        """The node's first byte arrived. Return whether its response goes to the client; else the request moved on.
+        `error`: what the body of an error response says."""
         if status >= 500 or status == 429:
+            outcome, reason = Outcome.FAILED, f"HTTP status {status}"
             if status in (429, 503):
-                reason = f"HTTP status {status}: the node is busy"
-                self.node_failed(Outcome.BUSY, reason, now_s, status=status, retry_after_s=retry_after_s)
-            else:
-                self.node_failed(Outcome.FAILED, f"HTTP status {status}", now_s)
+                outcome, reason = Outcome.BUSY, f"HTTP status {status}: the node is busy"
+            self.node_failed(outcome, reason, now_s, status=status, retry_after_s=retry_after_s, error=error)
             return False
         self._dispatcher.waiting.pop(self, None)
         if self.hedge is not None:
             self._withdraw_hedge(now_s)
+        if self._failover is not None:
+            self._judge(self._failover)
         if self.split is not None:
             self.split.response_started(status, now_s)
         self.answering = True
         self.status = status
+        if status >= 400:
+            self._error = error
         return True
 
     def first_token(self, now_s: float) -> None:
@@ -364,6 +396,8 @@ class Attempts:
         ticket, served = self.ticket, self.status < 400
         ticket.first_token(now_s, served)
         ticket.node.last_progress_s = now_s
+        if served:
+            ticket.node.last_served_s = now_s
         if self.split is not None and served:
             self.split.first_token(now_s)
         demand_meter = self._dispatcher.router.demand_meter
@@ -405,15 +439,17 @@ class Attempts:
                     demand_meter.record_output(ticket.tokens, output_tokens)
                     if self.request.streams and output_tokens > 1:
                         demand_meter.record_inter_token((now_s - ticket.first_token_s) * 1000.0 / (output_tokens - 1))
-        outcome, status = Outcome.OK, self.status
+        outcome, status, reason = Outcome.OK, self.status, ""
         if status >= 400:
-            outcome = Outcome.REJECTED
+            outcome, reason = Outcome.REJECTED, f"HTTP status {status}"
             if charge is not None:
                 charge.settle(0, 0)  # the request counts, but it used no tokens
-        elif demand_meter is not None:
-            demand_meter.record_latency((now_s - self.request.arrived_s) * 1000.0)
+        else:
+            ticket.node.last_served_s = now_s
+            if demand_meter is not None:
+                demand_meter.record_latency((now_s - self.request.arrived_s) * 1000.0)
         ticket.node.last_progress_s = now_s
-        dispatcher.close_ticket(self, ticket, outcome, now_s)
+        dispatcher.close_ticket(self, ticket, outcome, now_s, reason, status=status, error=self._error)
         self._complete_entry(outcome, now_s)
         dispatcher.counters.responses[status] += 1
         if dispatcher.request_completed is not None and outcome is Outcome.OK:
@@ -423,7 +459,7 @@ class Attempts:
         """The node failed after the client received a part of the response."""
         self.done = True
         dispatcher = self._dispatcher
-        dispatcher.close_ticket(self, self.ticket, Outcome.BROKEN, now_s, reason)
+        dispatcher.close_ticket(self, self.ticket, Outcome.BROKEN, now_s, reason, status=self.status)
         self._complete_entry(Outcome.BROKEN, now_s)
         dispatcher.counters.interrupted += 1
 

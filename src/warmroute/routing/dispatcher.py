@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from warmroute.config import Hedging as HedgingConfig
 from warmroute.event_log import EventLog
+from warmroute.fleet.failed_tries import MAX_TRIES, WHOLE, FailedTry, FailedTryLog, NodeError
 from warmroute.fleet.fleet import Fleet
 from warmroute.fleet.health import HealthState
 from warmroute.fleet.node import Node, Outcome
@@ -25,6 +26,7 @@ from warmroute.routing.admission import Admission
 from warmroute.routing.attempt_history import ClosedTicket
 from warmroute.routing.deadline_check import Deadlines
 from warmroute.routing.decision import Decision
+from warmroute.routing.failover import SERVES_S
 from warmroute.routing.hedging import Hedging, send_hedge
 from warmroute.routing.router import Router
 
@@ -108,6 +110,7 @@ class Dispatcher:
         """Requests that were sent to a node and have no byte of a response, in the order in which they were sent."""
         self.splits: dict[Attempts, None] = {}
         """Those of them that another node prefills, or has prefilled, for the one that will answer."""
+        self.failed_tries = FailedTryLog()
         self._leaving: dict[Node, str] = {}
         """Nodes that requests have to leave, and why."""
         self._to_move: deque[Attempts] = deque()
@@ -120,11 +123,28 @@ class Dispatcher:
 
     def close_ticket(
         self, attempts: Attempts, ticket: Ticket, outcome: Outcome, now_s: float, reason: str = "", *,
-        sent: bool = True, frees: bool = True,
+        sent: bool = True, frees: bool = True, role: str = WHOLE, status: int = 0, error: NodeError | None = None,
+        answered: bool = False,
     ) -> None:  # fmt: skip
         """`sent`: whether the node got the request. If not, it is no attempt. `frees`: whether others may have its
-        place on the node at once; else the caller calls `node_freed` later."""
-        self.fleet.close_ticket(ticket, outcome, now_s, reason)
+        place on the node at once; else the caller calls `node_freed` later. `reason`: why it failed, if it did.
+        `answered`: it may have answered with 5xx, although its `status` is not known."""
+        if reason:
+            failed = FailedTry(ticket.node, role, outcome, status, reason, ticket.opened_s, now_s, error)
+            if len(attempts.failed_tries) < MAX_TRIES:
+                attempts.failed_tries += (failed,)
+            if outcome is not Outcome.REJECTED:  # which is the client's mistake
+                ticket.node.last_failure = failed
+                self.failed_tries.add(failed, attempts.request_id)
+        if (
+            now_s - ticket.node.last_served_s <= SERVES_S
+            and outcome is Outcome.FAILED
+            and (status >= 500 or answered)
+            and attempts.get_failover().may_be_poison(ticket.node, now_s, reason)
+        ):
+            self.fleet.close_ticket(ticket, outcome, now_s, reason, judged=False)
+        else:
+            self.fleet.close_ticket(ticket, outcome, now_s, reason)
         if attempts.history is not None and sent:
             attempts.history.closed.append(ClosedTicket(ticket, outcome, now_s, reason))
         if self._ticket_closed is not None:

@@ -25,13 +25,24 @@ CAUSE_SHARE: Final = 0.1
 
 
 def explain_decision(
-    record: DecisionRecord, *, queued_ms: float = 0.0, tried: int = 1, last: Node | None = None, failed: bool = False
+    record: DecisionRecord,
+    *,
+    queued_ms: float = 0.0,
+    tried: int = 1,
+    last: Node | None = None,
+    failed: bool = False,
+    poison: bool = False,
 ) -> str:
     """`queued_ms`: time in the admission queue. `tried`: number of nodes tried, `last` of them last. `failed`: all
-    of them failed."""
+    of them failed. `poison`: while they served other requests."""
     text = f"{record.node.name}: {_why(record)}"
     if queued_ms >= NEGLIGIBLE_MS:
         text += f"; queued for {_ms(queued_ms)} first"
+    if poison:
+        nodes = f"{_number(tried, 'node')} that serve other requests answered it with an error"
+        return (
+            f"probably the request itself is at fault: {nodes}, so no further node was tried; first choice was {text}"
+        )
     if failed:
         return f"no node answered ({_number(tried, 'node')} tried); first choice was {text}"
     if tried > 1 and last is not None:

@@ -8,6 +8,10 @@
 A node that is busy (429, or 503 with `Retry-After`) is asked last for as long as its `Retry-After` says. After
 MAX_BUSY_ANSWERS such answers to one request it is not asked at all, so that an overloaded fleet does not also get every
 request once for each node.
+
+A request is poison if two nodes answered it with 5xx that serve other requests: then it is at fault itself. It is sent
+to no further node, and its failures count for no node's health. So a failure of a node that serves other requests is
+judged only once the request has been answered elsewhere, or has failed.
 """
 
 from __future__ import annotations
@@ -16,16 +20,36 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
+import msgspec
+
 from warmroute.fleet.health import HealthState
 from warmroute.fleet.node import Node, Outcome
 from warmroute.index.lookup import Lookup
 from warmroute.prompt.routing_request import RoutingRequest
 from warmroute.routing.decision import Decision
 from warmroute.routing.router import Router
-from warmroute.routing.routing_errors import AllNodesBusy, AllNodesFailed, AllNodesUnavailable, RoutingError
+from warmroute.routing.routing_errors import (
+    AllNodesBusy,
+    AllNodesFailed,
+    AllNodesUnavailable,
+    FailedOnEveryNode,
+    RoutingError,
+)
 
 MAX_BUSY_ANSWERS: Final = 3
 """After this many busy answers, a request skips nodes that recently answered another request as busy."""
+
+
+SERVES_S: Final = 5.0
+"""A node serves other requests if it served one no longer than this before it failed."""
+
+
+class ServerError(msgspec.Struct, eq=False):
+    """What a node answered that serves other requests: 5xx, but not that it is busy. Not judged yet."""
+
+    node: Node
+    failed_s: float
+    reason: str
 
 
 @dataclass(slots=True, eq=False)
@@ -38,6 +62,8 @@ class Failover:
     """Nodes that the request was sent to in vain, busy ones included."""
     at_fault: list[Node] = field(default_factory=list)
     """Those of them for whose health the attempt counts as a failure."""
+    server_errors: list[ServerError] = field(default_factory=list)
+    """Those that are not judged."""
     _fallbacks: list[Node] | None = None
     """The best one last."""
     _busy: int = 0
@@ -65,8 +91,23 @@ class Failover:
             self._retry_after_s = min(self._retry_after_s or retry_after_s, retry_after_s)
         node.busy_until_s = now_s + (retry_after_s or 1)
 
+    def may_be_poison(self, node: Node, failed_s: float, reason: str) -> bool:
+        """A node that serves other requests answered with 5xx: the request may be at fault. Return False if the node
+        did that before."""
+        errors = self.server_errors
+        if any(error.node is node for error in errors):
+            return False
+        errors.append(ServerError(node, failed_s, reason))
+        return True
+
+    @property
+    def is_poison(self) -> bool:
+        return len(self.server_errors) > 1
+
     def error(self) -> RoutingError:
         """Return why the request gets no node."""
+        if self.is_poison:
+            return FailedOnEveryNode(len({error.node for error in self.server_errors} | set(self.failed)))
         retry_after_s = self._retry_after_s
         if self._busy == len(self.failed) or self._skipped_full:
             return AllNodesBusy(retry_after_s or 1)

@@ -36,7 +36,7 @@ def send_or_shed(admission: Admission, router: Router, attempts: Attempts, now_s
 def served_by(attempts: Attempts, dispatcher: Dispatcher, node: Node, now_s: float) -> None:
     """Envoy could not use the request's node, and another one answers. The ticket moves there, as old as it was."""
     opened_s = attempts.ticket.opened_s
-    failover = attempts.give_up(Outcome.FAILED, "Envoy used a fallback", now_s)
+    failover = attempts.give_up(Outcome.FAILED, "Envoy used a fallback", now_s, answered=True)
     dispatcher.counters.retries += 1
     attempts.tried += 1
     attempts.request.streams = False  # its time includes that of the failed attempt: an upper bound of its prefill

@@ -49,6 +49,13 @@ class AllNodesFailed(RoutingError):
         self.retry_after_s = retry_after_s
 
 
+class FailedOnEveryNode(AllNodesFailed):
+    """Nodes that serve other requests answered this one with 5xx: the request itself is at fault."""
+
+    def __init__(self, tried: int) -> None:
+        super().__init__(tried, None)
+
+
 class AllNodesUnavailable(RoutingError):
     """Every node that was tried answered 503, and not all of them said when to come back."""
 

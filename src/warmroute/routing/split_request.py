@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from warmroute._kernel import FIRST_TOKEN_STEPS
 from warmroute.event_log import EventLog
+from warmroute.fleet.failed_tries import DECODE, PREFILL, NodeError
 from warmroute.fleet.kv_transfer import transfer_ms
 from warmroute.fleet.node import Node, Outcome
 from warmroute.fleet.ticket import Ticket
@@ -227,14 +228,16 @@ class SplitRequest:
         if self.phase is Phase.PREFILLING and self.prefill_ticket.node is node:  # else it has left with the others
             self.prefill_failed(Outcome.FAILED, reason, now_s)
 
-    def prefill_failed(self, outcome: Outcome, reason: str, now_s: float) -> None:
+    def prefill_failed(
+        self, outcome: Outcome, reason: str, now_s: float, status: int = 0, error: NodeError | None = None
+    ) -> None:
         if self.phase is Phase.PREFILLING and self.is_current:
-            self._fall_back(PREFILL_FAILED, outcome, reason, now_s)
+            self._fall_back(PREFILL_FAILED, outcome, reason, now_s, status, error)
 
-    def transfer_failed(self, reason: str, now_s: float) -> None:
+    def transfer_failed(self, reason: str, now_s: float, status: int = 0, error: NodeError | None = None) -> None:
         """The decode node answered with an error, or the KV cache is gone. The client has received nothing."""
         if self.phase is not Phase.OVER and self.is_current:
-            self._fall_back(TRANSFER_FAILED, Outcome.CANCELLED, reason, now_s)
+            self._fall_back(TRANSFER_FAILED, Outcome.CANCELLED, reason, now_s, status, error)
 
     # Nodes that go down, and nodes that hang.
 
@@ -248,7 +251,8 @@ class SplitRequest:
         if self.phase is Phase.PREFILLING:
             self._fall_back(PREFILL_FAILED, Outcome.FAILED, reason, now_s)
         elif self.phase is Phase.TRANSFERRING:
-            self._fall_back(TRANSFER_FAILED, Outcome.CANCELLED, reason, now_s)
+            name = self.pair.prefill_node.name
+            self._fall_back(TRANSFER_FAILED, Outcome.CANCELLED, f"its prefill node {name} failed: {reason}", now_s)
 
     def check(self, now_s: float) -> None:
         """Leave a prefill node that looks as if it hangs. Called every hedging.CHECK_S."""
@@ -342,10 +346,16 @@ class SplitRequest:
         self._is_over()
         self._dispatcher.counters.split_requests[outcome] += 1
 
-    def _close_prefill(self, outcome: Outcome, now_s: float, reason: str = "") -> None:
-        self._dispatcher.close_ticket(self._attempts, self.prefill_ticket, outcome, now_s, reason)
+    def _close_prefill(
+        self, outcome: Outcome, now_s: float, reason: str = "", status: int = 0, error: NodeError | None = None
+    ) -> None:
+        self._dispatcher.close_ticket(
+            self._attempts, self.prefill_ticket, outcome, now_s, reason, role=PREFILL, status=status, error=error
+        )
 
-    def _fall_back(self, why: str, outcome: Outcome, reason: str, now_s: float) -> None:
+    def _fall_back(
+        self, why: str, outcome: Outcome, reason: str, now_s: float, status: int = 0, error: NodeError | None = None
+    ) -> None:
         """Let the decode node serve the request alone. `outcome`: that of the prefill node, if it has not answered."""
         attempts, dispatcher, prefilling = self._attempts, self._dispatcher, self.phase is Phase.PREFILLING
         ticket = attempts.ticket
@@ -359,9 +369,14 @@ class SplitRequest:
         self.failed_prefill = failed
         dispatcher.waiting.pop(attempts, None)
         # Its place on the node stays its own: another request may not take it meanwhile.
-        dispatcher.close_ticket(attempts, attempts.ticket, Outcome.CANCELLED, now_s, frees=False)
         if prefilling:
-            self._close_prefill(outcome, now_s, reason)
+            dispatcher.close_ticket(attempts, attempts.ticket, Outcome.CANCELLED, now_s, frees=False)
+            self._close_prefill(outcome, now_s, "" if outcome is Outcome.OK else reason, status, error)
+        else:
+            dispatcher.close_ticket(
+                attempts, attempts.ticket, Outcome.CANCELLED, now_s, reason,
+                frees=False, role=DECODE, status=status, error=error,
+            )  # fmt: skip
         # Closing a ticket can take a node down: then the request has ended with it, or was sent elsewhere.
         if not attempts.done and self.is_current and attempts.ticket is ticket:
             log.debug("split_request_fell_back", node=node.name, reason=reason)
@@ -370,11 +385,14 @@ class SplitRequest:
 
     def _send_to_decode_node(self, node: Node, failed: tuple[Node, ...], now_s: float) -> None:
         attempts, dispatcher = self._attempts, self._dispatcher
-        partner = dispatcher.router.partner(self._decision, node, failed) if node.needs_partner else None
+        poison = attempts.get_failover().is_poison
+        partner = dispatcher.router.partner(self._decision, node, failed) if node.needs_partner and not poison else None
         if partner is not None:
             SplitRequest(attempts, dispatcher, self._decision, Pair(partner, 0.0), failed).begin(node, now_s)
             return
-        if node.needs_partner:
+        if poison:
+            attempts.node_failed(Outcome.BUSY, "the request fails on every prefill node", now_s)
+        elif node.needs_partner:
             attempts.node_failed(Outcome.BUSY, "no prefill node is available", now_s)
         else:
             attempts.send_alone(self._decision, node, now_s)

@@ -65,11 +65,12 @@ async def run_admission(admission: Admission, dispatcher: Dispatcher, fleet: Fle
 
 
 async def run_hedging(dispatcher: Dispatcher) -> None:
-    """Send requests that are overdue, or whose node went down, to other nodes."""
+    """Send requests that are overdue, or whose node went down, to other nodes. Log what failed at nodes."""
     while True:
         await asyncio.sleep(CHECK_S)
         try:
             dispatcher.tick(time.monotonic())
+            dispatcher.failed_tries.write(time.monotonic())
         except Exception:
             log.exception("hedging_failed", "The router tries again.")
 

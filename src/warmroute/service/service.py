@@ -447,6 +447,7 @@ class Service:
         self.pools.close()
         for task in self._tasks:
             task.cancel()
+        self.proxy.dispatcher.failed_tries.write()
         await self.journal.close()
         await self.capture.close()
         if self._trace_exporter is not None:

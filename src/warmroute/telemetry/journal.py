@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from datetime import UTC, datetime
+from itertools import chain
 from pathlib import Path
 from random import Random
 from typing import Any, Final
@@ -26,6 +27,7 @@ from warmroute.blocking import run_in_thread
 from warmroute.config import Journal as JournalConfig
 from warmroute.config.priority import PRIORITY_NAMES
 from warmroute.event_log import EventLog, where_it_failed
+from warmroute.fleet.failed_tries import FailedTry
 from warmroute.fleet.node import Node, Outcome
 from warmroute.fleet.ticket import Ticket
 from warmroute.routing.attempts import Attempts
@@ -45,6 +47,11 @@ BATCH_ENTRIES: Final = 256
 MAX_PENDING: Final = 8192
 """Entries that may wait for the disk."""
 CLOSE_TIMEOUT_S: Final = 2.0
+MAX_FAILED: Final = 200
+"""Entries of failed requests, and as many of requests that a node rejected, that stay when newer requests have pushed
+them out of the others."""
+
+FAILED: Final = (Outcome.FAILED, Outcome.BUSY, Outcome.BROKEN, Outcome.REJECTED)
 
 End = tuple[Outcome, Node, int, int, float, float]
 """The outcome, the node tried last, the number of nodes tried, the status, and the times of the first token (0.0
@@ -66,6 +73,8 @@ class Entry:
     """Prompt tokens, cached tokens and output tokens that the node reported."""
     end: End | None = None
     """None while the request runs."""
+    failed_tries: tuple[FailedTry, ...] = ()
+    poison: bool = False
 
     def __init__(
         self,
@@ -94,6 +103,8 @@ class Journal:
         self._counters = counters
         self._random = Random()
         self._entries: deque[Entry] = deque(maxlen=config.max_decisions)
+        self._failed: deque[Entry] = deque(maxlen=min(MAX_FAILED, config.max_decisions))
+        self._rejected: deque[Entry] = deque(maxlen=min(MAX_FAILED, config.max_decisions))
         self._pending: deque[Entry] = deque()
         self._write_lock = threading.Lock()
         self.reconfigure(config)
@@ -102,6 +113,8 @@ class Journal:
         self.config = config
         if self._entries.maxlen != config.max_decisions:
             self._entries = deque(self._entries, config.max_decisions)
+            self._failed = deque(self._failed, min(MAX_FAILED, config.max_decisions))
+            self._rejected = deque(self._rejected, min(MAX_FAILED, config.max_decisions))
         self.add: Callable[[Entry], None] = self._entries.append
         self.on = bool(config.max_decisions or config.file)
         self._writes = bool(config.file and config.sample_ratio)
@@ -123,12 +136,17 @@ class Journal:
         """Complete the entry of a request that has ended."""
         if attempts.reported is not None:
             entry.reported = attempts.reported
+        entry.failed_tries, entry.poison = attempts.failed_tries, attempts.poison
         self.end(entry, outcome, attempts.ticket, attempts.tried, attempts.status, now_s)
 
     def end(self, entry: Entry, outcome: Outcome, ticket: Ticket, tried: int, status: int, now_s: float) -> None:
         entry.end = (outcome, ticket.node, tried, status, ticket.first_token_s, now_s)
         if entry.record.considered > KEEP_ALL_UP_TO:
             entry.record.keep_best(MAX_CANDIDATES)
+        if outcome is Outcome.REJECTED:
+            self._rejected.append(entry)
+        elif outcome is not Outcome.OK and outcome is not Outcome.CANCELLED:
+            self._failed.append(entry)
         ratio = self.config.sample_ratio
         if self._writes and (ratio >= 1.0 or self._random.random() < ratio):
             if len(self._pending) < MAX_PENDING:
@@ -146,9 +164,19 @@ class Journal:
         entries = self._entries
         return [entries[-1 - at] for at in range(min(limit, len(entries)))]
 
+    def stored(self) -> tuple[list[Entry], list[Entry]]:
+        """Return the entries, oldest first, and those of requests that failed or were rejected, which may be older.
+        Call this on the event loop, for `search`."""
+        return list(self._entries), [*self._failed, *self._rejected]
+
     def find(self, request_id: bytes) -> Entry | None:
         """Return the latest entry of this request."""
-        return next((entry for entry in reversed(self._entries) if entry.request_id == request_id), None)
+        found = search(self.stored(), 1, request_id=request_id)
+        return found[0] if found else None
+
+    def latest_failed(self, limit: int) -> list[Entry]:
+        """Return the latest requests that nodes did not complete, newest first."""
+        return list(self._failed)[-limit:][::-1]
 
     def describe(self, entry: Entry) -> dict[str, Any]:
         """Return an entry as JSON values. This takes about 100 µs: describe many entries in a thread."""
@@ -164,7 +192,9 @@ class Journal:
             "model": entry.model,
             "route": entry.route,
             "priority": PRIORITY_NAMES[entry.priority],
-            "explanation": explain_decision(record, queued_ms=entry.queued_ms, tried=tried, last=last, failed=failed),
+            "explanation": explain_decision(
+                record, queued_ms=entry.queued_ms, tried=tried, last=last, failed=failed, poison=entry.poison
+            ),
             **describe_decision(record),
             "queued_ms": round(entry.queued_ms, 3),
             "attempts": tried,
@@ -173,11 +203,32 @@ class Journal:
             "status": status or None,
             "ttft_ms": _ms_between(entry.arrived_s, first_token_s),
             "duration_ms": _ms_between(entry.arrived_s, ended_s),
+            "poison": entry.poison,
+            "failed_tries": [describe_failed_try(failed) for failed in entry.failed_tries],
             "reported": {
                 "prompt_tokens": prompt_tokens,
                 "cached_tokens": cached_tokens,
                 "output_tokens": output_tokens,
             },
+        }
+
+    def describe_failed(self, entry: Entry) -> dict[str, Any]:
+        """Return a failed request in brief."""
+        wall_s = time.time() - self._now()
+        outcome, last, tried, status, _, ended_s = entry.end or (None, entry.record.node, 1, 0, 0.0, 0.0)
+        return {
+            "request_id": entry.request_id.decode("ascii", "replace"),
+            "time": round(wall_s + (ended_s or entry.arrived_s), 1),
+            "tenant": entry.tenant,
+            "model": entry.model,
+            "route": entry.route,
+            "node": last.name,
+            "attempts": tried,
+            "outcome": outcome.name.lower() if outcome is not None else "running",
+            "status": status or None,
+            "duration_ms": _ms_between(entry.arrived_s, ended_s),
+            "poison": entry.poison,
+            "failed_tries": [describe_failed_try(failed) for failed in entry.failed_tries],
         }
 
     # Writing.
@@ -232,6 +283,71 @@ class Journal:
         if self._failing:
             self._failing = False
             log.info("journal_write_recovered", file=config.file, dropped=counters.journal_dropped)
+
+
+def search(
+    stored: tuple[list[Entry], list[Entry]],
+    limit: int,
+    *,
+    failed: bool = False,
+    tenant: str | None = None,
+    status: int | None = None,
+    request_id: bytes | None = None,
+) -> list[Entry]:
+    """Return the entries with these properties, newest first; without any, the latest ones. `failed`: the client got no
+    whole response, or an error. A thread may call this."""
+    entries, older = stored
+    if failed or tenant is not None or status is not None or request_id is not None:
+        known = set(map(id, entries))
+        older = sorted([entry for entry in older if id(entry) not in known], key=_arrived_s)
+    else:
+        older = []
+    found: list[Entry] = []
+    for entry in chain(reversed(entries), reversed(older)):
+        end = entry.end
+        if (
+            (not failed or (end is not None and (end[0] in FAILED or end[3] >= 400)))
+            and (tenant is None or entry.tenant == tenant)
+            and (status is None or (end is not None and end[3] == status))
+            and (request_id is None or entry.request_id == request_id)
+        ):
+            found.append(entry)
+            if len(found) >= limit:
+                break
+    return found
+
+
+def _arrived_s(entry: Entry) -> float:
+    return entry.arrived_s
+
+
+def describe_failed_try(failed: FailedTry) -> dict[str, Any]:
+    error = failed.error
+    return {
+        "node": failed.node.name,
+        "role": failed.role,
+        "outcome": failed.outcome.name.lower(),
+        "status": failed.status or None,
+        "reason": failed.reason,
+        "duration_ms": _ms_between(failed.opened_s, failed.failed_s),
+        "error": None
+        if error is None
+        else {
+            "class": error.kind,
+            "type": error.type,
+            "code": error.code,
+            "length": error.length,
+            **({"text": error.text} if error.text else {}),
+        },
+    }
+
+
+def describe_last_failure(node: Node, wall_s: float) -> dict[str, Any] | None:
+    """Return the last failed try on a node. `wall_s`: the Unix time at which the router's clock was 0."""
+    failed = node.last_failure
+    if failed is None:
+        return None
+    return {"time": round(wall_s + failed.failed_s, 1), **describe_failed_try(failed)}
 
 
 def append(path: Path, lines: bytes, max_bytes: int) -> None:

@@ -1,0 +1,197 @@
+"""Reads the beginning of a node's error response: what the router keeps of it, and what the engine's text is about.
+
+The request goes to another node at once. If the body has not arrived by then, the connection stays open for it, for at
+most READ_S, and only so many of a node at a time.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any, Final
+
+from warmroute.edge.http1 import CHUNKED, BadChunk, ChunkReader, ResponseHead
+from warmroute.edge.node_connection import ConnectFailure, NodeConnection
+from warmroute.event_log import EventLog, where_it_failed
+from warmroute.fleet.failed_tries import OTHER, NodeError
+from warmroute.fleet.reported_values import decode_json
+
+log = EventLog("warmroute.edge")
+
+MAX_ERROR_BYTES: Final = 8192
+"""Of a body, as it is on the wire. The rest is not read."""
+MAX_TEXT: Final = 1000
+"""Characters that are kept with `journal.error_text`."""
+MAX_NAME: Final = 64
+MAX_KNOWN: Final = 1024
+READ_S: Final = 1.0
+_NOT_IN_NAMES: Final = re.compile(r"[^A-Za-z0-9_.-]+")
+
+OUT_OF_MEMORY: Final = "out_of_memory"
+BAD_TEMPLATE: Final = "bad_template"
+UNKNOWN_MODEL: Final = "unknown_model"
+TIMEOUT: Final = "timeout"
+_SIGNS: Final = (
+    (
+        OUT_OF_MEMORY,
+        (b"out of memory", b"outofmemory", b"out_of_memory", b"memoryerror", b"cannot allocate", b"bad_alloc",
+         b"not enough memory", b"insufficient memory", b"failed to allocate", b"no space left"),
+    ),
+    (BAD_TEMPLATE, (b"chat template", b"chat_template", b"jinja", b"templateerror", b"template error")),
+    (
+        UNKNOWN_MODEL,
+        (b"model_not_found", b"unknown model", b"model not found", b"no such model", b"model does not exist"),
+    ),
+    (TIMEOUT, (b"timed out", b"timeout", b"time out", b"deadline exceeded", b"deadlineexceeded")),
+)  # fmt: skip
+"""What an engine's text says, in lower case. The first class counts whose sign it contains."""
+
+
+_known: Final[dict[int, NodeError]] = {}
+"""What whole bodies say, by hash: a node that fails says the same again and again. Without their text."""
+
+
+def whole_error(head: ResponseHead, body: bytes, keeps_text: bool) -> NodeError:
+    """Return what is kept of an error whose body has arrived with its head."""
+    if len(body) > MAX_ERROR_BYTES or head.length < 0 or keeps_text or head.encoded:
+        collected = ErrorBody(head.status, head.length, head.encoded, keeps_text)
+        collected.feed(body, True)
+        return collected.error
+    key = hash(body) ^ head.status
+    error = _known.get(key)
+    if error is None:
+        if len(_known) >= MAX_KNOWN:
+            _known.clear()
+        error = _known[key] = _read(NodeError(length=len(body)), head.status, body)
+    return error
+
+
+def _read(error: NodeError, status: int, body: bytes) -> NodeError:
+    error.type, error.code = _names(body)
+    error.kind = _class_of(status, body)
+    return error
+
+
+class ErrorBody:
+    """Collects the body. Implements node_connection.ResponseHandler for the rest of a response whose request has gone
+    to another node."""
+
+    def __init__(self, status: int, length: int, encoded: bool, keeps_text: bool) -> None:
+        """`length`: as a ResponseHead has it."""
+        self.error = NodeError(length=max(0, length))
+        self._status = status
+        self._keeps_text = keeps_text
+        self._encoded = encoded
+        self._counts = length < 0
+        self._frames = ChunkReader() if length == CHUNKED else None
+        self._pieces: list[bytes] = []
+        self._received = 0
+        self._connection: NodeConnection | None = None
+        self._until_s = 0.0
+        self._read = False
+
+    def feed(self, data: bytes, whole: bool = False) -> None:
+        """Take over what is still wanted of the bytes. `whole`: they are the last ones."""
+        if self._read:
+            return
+        wanted = data[: MAX_ERROR_BYTES - self._received]
+        self._received += len(wanted)
+        if self._frames is None:
+            self._pieces.append(wanted)
+        else:
+            try:
+                self._frames.feed(wanted, self._pieces)
+            except BadChunk:
+                self.finish()
+                return
+        if whole or self._received >= MAX_ERROR_BYTES:
+            self.finish()
+
+    def finish(self) -> None:
+        """No more of the body will be read: keep what the router may keep of it."""
+        if self._read:
+            return
+        self._read = True
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.error_read()
+        body, self._pieces = b"".join(self._pieces), []
+        error = self.error
+        if self._counts:
+            error.length = len(body)
+        if self._encoded:
+            error.kind = _class_of(self._status, b"")
+            return
+        _read(error, self._status, body)
+        if self._keeps_text:
+            text = body[: 4 * MAX_TEXT].decode("utf-8", "replace")[:MAX_TEXT]
+            error.text = "".join([character if character.isprintable() else " " for character in text])
+
+    # As the handler of the rest of the response.
+
+    def follow(self, connection: NodeConnection, now_s: float) -> Callable[[bytes], object] | None:
+        """Read the rest. Return where it goes; None if the connection should rather be closed."""
+        if self._read or not connection.read_error(self, now_s + READ_S):
+            self.finish()
+            return None
+        self._connection, self._until_s = connection, now_s + READ_S
+        return self._receive
+
+    def _receive(self, data: bytes) -> None:
+        connection = self._connection
+        self.feed(data)
+        if connection is not None and (self._read or connection.now_s >= self._until_s):
+            connection.cancel()
+            self.finish()
+
+    def response_ended(self, _now_s: float) -> None:
+        self.finish()
+
+    def response_broke(self, _reason: str, _frames: ChunkReader | None) -> None:
+        self.finish()
+
+    def internal_error(self, error: Exception, _frames: ChunkReader | None) -> None:
+        log.error("node_connection_failed", "The router closes the connection.", reason=where_it_failed(error))
+        self.finish()
+
+    def connected(self, connection: NodeConnection) -> bool:
+        raise AssertionError("the response has begun")
+
+    def connect_failed(self, failure: ConnectFailure, reason: str) -> None:
+        raise AssertionError("the response has begun")
+
+    def response_failed(self, reason: str, stale: bool) -> None:
+        raise AssertionError("the response has begun")
+
+    def response_started(
+        self, head: ResponseHead, first: bytes, whole: bool, now_s: float
+    ) -> Callable[[bytes], object] | None:
+        raise AssertionError("the response has begun")
+
+
+def _names(body: bytes) -> tuple[str, str]:
+    """Return the error's `type` and `code`, which are in `error` or beside its message."""
+    try:
+        found = decode_json(body)
+    except ValueError:
+        return "", ""
+    inner = found.get("error") if isinstance(found, dict) else None
+    error = inner if isinstance(inner, dict) else found
+    return (_name(error.get("type")), _name(error.get("code"))) if isinstance(error, dict) else ("", "")
+
+
+def _name(value: Any) -> str:
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 10**9:
+        return str(value)
+    return _NOT_IN_NAMES.sub("", value[:4096])[:MAX_NAME] if isinstance(value, str) else ""
+
+
+def _class_of(status: int, body: bytes) -> str:
+    text = body.lower()
+    for kind, signs in _SIGNS:
+        for sign in signs:
+            if sign in text:
+                return kind
+    if b"model" in text and (b"does not exist" in text or (status == 404 and b"not found" in text)):
+        return UNKNOWN_MODEL
+    return TIMEOUT if status == 504 else OTHER
