@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import ssl
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final
 
@@ -79,3 +81,18 @@ def create_client(config: Cluster) -> Client:
         sentinel_options["password"] = os.environ.get(config.sentinel_password_env)
     sentinel = create_sentinel(list(address.hosts), sentinel_kwargs=sentinel_options, **options)
     return sentinel.master_for(address.service)
+
+
+async def end_tasks(tasks: Iterable[asyncio.Task[None]]) -> None:
+    """Cancel tasks until they have ended: redis-py may take a cancellation for the end of one of its own timeouts."""
+    running = set(tasks)
+    while running:
+        for task in running:
+            task.cancel()
+        _, running = await asyncio.wait(running, timeout=0.05)
+
+
+def describe_error(error: Exception) -> str:
+    """Return why a command failed. redis-py puts a pipeline's command, with values, before the server's words."""
+    text = str(error).split("\n")[0].rpartition("caused error: ")[2].strip("()',\" ")[:200]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -22,8 +22,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Final
 
-from warmroute.cluster.redis.connect import Client, create_client
-from warmroute.cluster.redis.link import describe_error, end_tasks
+from warmroute.cluster.redis.connect import Client, create_client, describe_error, end_tasks
 from warmroute.config import Cluster
 from warmroute.event_log import EventLog
 

@@ -26,7 +26,7 @@ from random import random
 from typing import Any, Final, Protocol
 
 from warmroute.cluster.messages import FULL_S, MAX_MESSAGE_BYTES
-from warmroute.cluster.redis.connect import Client, create_client
+from warmroute.cluster.redis.connect import Client, create_client, describe_error, end_tasks
 from warmroute.cluster.transport import LinkStatus
 from warmroute.config import Cluster, ConfigError, parse_redis_url
 from warmroute.event_log import EventLog
@@ -308,21 +308,6 @@ class RedisLink:
             )
 
 
-async def end_tasks(tasks: Iterable[asyncio.Task[None]]) -> None:
-    """Cancel tasks until they have ended: redis-py may take a cancellation for the end of one of its own timeouts."""
-    running = set(tasks)
-    while running:
-        for task in running:
-            task.cancel()
-        _, running = await asyncio.wait(running, timeout=0.05)
-
-
 async def _values(client: Client, key: str) -> Iterable[bytes]:
     found: dict[bytes, bytes] = await client.hgetall(key)
     return found.values()
-
-
-def describe_error(error: Exception) -> str:
-    """Return why a command failed. redis-py puts a pipeline's command, with values, before the server's words."""
-    text = str(error).split("\n")[0].rpartition("caused error: ")[2].strip("()',\" ")[:200]
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
