@@ -96,6 +96,16 @@ def test_errors_of_clients_are_shown_with_their_sources() -> None:
     assert not any("not_found" in line for line in lines)
 
 
+def test_an_alert_about_clients_names_the_source() -> None:
+    state = LiveState()
+    alert = {
+        "severity": "warning", "title": "5 requests were rejected", "what_to_do": "Stop them.", "nodes": [],
+        "source": "10.0.0.5",
+    }  # fmt: skip
+    state.apply("snapshot", snapshot(alerts=[alert]))
+    assert any("5 requests were rejected, most from 10.0.0.5" in line for line in frame(state, height=None))
+
+
 def test_nodes_in_trouble_come_first_and_alerts_say_what_to_do() -> None:
     alert = {
         "severity": "critical", "title": "gpu-9 is down", "what_to_do": "Restart the engine.", "nodes": ["gpu-9"],

@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from ipaddress import ip_network
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from support.polling import until
 from support.raw_client import RawConnection, get, post
 from support.running_router import RunningRouter, router
@@ -163,6 +166,26 @@ def test_only_what_trusted_proxies_wrote_is_believed(peer: bytes, forwarded: byt
     assert ClientAddresses(["10.0.0.0/8"]).source(peer, b"") == ClientAddresses([]).source(peer, forwarded)
 
 
+@given(
+    st.one_of(st.binary(max_size=60), st.just(b"10.0.0.1")),
+    st.one_of(
+        st.binary(max_size=200),
+        st.lists(
+            st.one_of(
+                st.ip_addresses().map(lambda address: str(address).encode()),
+                st.sampled_from(
+                    [b"10.0.0.7", b"[::1]:9", b"", b" ", b"10.0.0.7:1:2", b"[", b"%", b"::ffff:10.0.0.7%1"]
+                ),
+            ),
+            max_size=30,
+        ).map(b", ".join),
+    ),
+)
+def test_no_header_breaks_the_search_for_the_source(peer: bytes, forwarded: bytes) -> None:
+    source = ClientAddresses(["10.0.0.0/8", "fe80::/10"]).source(peer, forwarded)
+    assert source == "unix socket" or ip_network(source)
+
+
 def test_the_unix_socket_can_be_a_trusted_proxy() -> None:
     assert ClientAddresses(["unix"]).source(b"", b"203.0.113.7") == "203.0.113.7"
     assert ClientAddresses(["unix"]).source(b"127.0.0.1", b"203.0.113.7") == "127.0.0.1"
@@ -281,7 +304,7 @@ async def test_clients_that_leave_while_they_wait_leave_nothing_behind() -> None
         assert r.service.listener.buffered_bytes == 0
 
 
-async def test_a_waiting_401_ends_when_the_router_stops() -> None:
+async def test_a_waiting_401_ends_when_the_router_stops(caplog: pytest.LogCaptureFixture) -> None:
     async with engines() as [engine], router(engine, keys=KEYS, check_leaks=False) as r:
         r.service.listener.wrong_key_delay_s = 50.0
         peer = await r.connect()
@@ -294,6 +317,9 @@ async def test_a_waiting_401_ends_when_the_router_stops() -> None:
         async with asyncio.timeout(2.0):
             await stopping
         assert r.service.listener.held == 0
+        assert "client_errors status=401 reason=invalid_api_key count=1 " in caplog.text, (
+            "the last ones are logged, too"
+        )
 
 
 # The wrong protocol.

@@ -116,6 +116,7 @@ def _alerts(alerts: Iterable[Row], width: int) -> list[Text]:
                 (f" {alert['severity']} ", SEVERITY_STYLES[alert["severity"]]),
                 " ",
                 (alert["title"], "bold"),
+                f", most from {alert['source']}" if alert.get("source") else "",
                 no_wrap=True,
                 overflow="ellipsis",
             )

@@ -33,9 +33,11 @@ class ClientAddresses:
         `peer`: the address of the connection; empty for a unix socket. `forwarded_for`: the values of the request's
         X-Forwarded-For fields; nothing of it is believed unless the peer is a trusted proxy.
         """
+        if not forwarded_for:
+            return _name(peer)
         address = _parse(peer)
-        if not forwarded_for or not (self._trusts(address) if address is not None else self._trusts_unix):
-            return _text(address)
+        if not (self._trusts(address) if address is not None else self._trusts_unix):
+            return _name(peer)
         for hop in reversed(forwarded_for.rsplit(b",", MAX_HOPS)[-MAX_HOPS:]):
             named = _parse(hop.strip())
             if named is None:  # a trusted proxy that writes no address: name the proxy
@@ -64,6 +66,11 @@ def _parse(text: bytes) -> _Address | None:
     except ValueError:
         return None
     return getattr(address, "ipv4_mapped", None) or address
+
+
+@lru_cache(maxsize=1024)
+def _name(peer: bytes) -> str:
+    return _text(_parse(peer))
 
 
 def _text(address: _Address | None) -> str:

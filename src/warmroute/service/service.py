@@ -427,6 +427,7 @@ class Service:
                 deadline_s=shutdown.deadline_s,
             )
             await cut_off(self.clients)
+        self.proxy.client_errors.log_rest()
         if self.picker is not None:
             await self.picker.close()
         if self.worker is not None:

@@ -174,6 +174,13 @@ class ClientErrors:
                 one.alert_sources = Counter()
             yield _alert(one, one.total - one.alert_from)
 
+    def log_rest(self) -> None:
+        """Write the log of what was rejected since the last lines: the router stops."""
+        for one in self._codes.values():
+            if one.current.count:
+                _log(one)
+                one.next_window()
+
     def describe(self) -> list[dict[str, Any]]:
         """Return the codes for the live page, the most frequent of the last minutes first. A thread may call it."""
         rows: list[dict[str, Any]] = [
