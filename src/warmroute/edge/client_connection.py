@@ -51,6 +51,8 @@ _TLS_PIECE_BYTES: Final = 32_768
 _RESET: Final = struct.pack("ii", 1, 0)
 _CR: Final = 13
 _LINGER_S: Final = 2.0
+LAST_REQUEST_S: Final = 1.0
+"""When the router stops: how long a connection that has not sent anything has for its first request."""
 _TLS_HANDSHAKE: Final = 22
 """The first byte of a TLS connection. No HTTP method begins with it."""
 
@@ -124,7 +126,8 @@ class ClientConnection:
             self._send_error_and_close(errors.too_many_connections())
             return
         timers, limits = listener.timers, listener.limits
-        timers.arm(self, timers.now() + min(limits.first_request_timeout_s, limits.idle_timeout_s))
+        timeout_s = min(limits.first_request_timeout_s, limits.idle_timeout_s)
+        timers.arm(self, timers.now() + (min(timeout_s, LAST_REQUEST_S) if listener.closing else timeout_s))
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._held is not None:  # the client did not wait, but counts
@@ -228,7 +231,12 @@ class ClientConnection:
     def close_if_idle(self) -> None:
         if self._state == HELD:
             self._safely(self._answer_held)
-        if self._state == AWAITING_HEAD and not self._unparsed:
+        if self._state != AWAITING_HEAD or self._unparsed:
+            return
+        if self._without_request:
+            timers = self._listener.timers
+            timers.arm(self, min(self.deadline_s, timers.now() + LAST_REQUEST_S))
+        else:
             self._close()
 
     # From bytes to a request.

@@ -10,7 +10,7 @@ from warmroute._kernel import UnreadBytes
 from warmroute.config import Limits
 from warmroute.edge.api_keys import Rights
 from warmroute.edge.body_reader import BodyMemory
-from warmroute.edge.client_connection import ClientConnection
+from warmroute.edge.client_connection import LAST_REQUEST_S, ClientConnection
 from warmroute.edge.errors import HttpError
 from warmroute.edge.http1 import RequestHead
 from warmroute.edge.timer_wheel import NEVER, TimerWheel
@@ -86,6 +86,8 @@ class Listener:
         self.without_request: dict[ClientConnection, None] = {}
         """Connections that have not sent the head of a request yet, the oldest first."""
         self.accepted = 0
+        self.handshakes = 0
+        """Accepted connections whose TLS handshake has not ended."""
         self.bodies = BodyMemory()
         self.closing = False
         """The router stops: idle connections are closed."""
@@ -100,15 +102,21 @@ class Listener:
         return ClientConnection(self)
 
     def close_idle(self) -> None:
-        """Close the connections that wait for a request now, and the others after their response."""
+        """Close the connections that wait for a request now, and the others after their response. Those that have not
+        sent any request yet have a moment for it."""
         self.closing = self.closes_after_response = True
         for client in list(self.connections):
             client.close_if_idle()
 
     async def until_empty(self) -> None:
         self._empty = asyncio.Event()
-        if self.connections:
-            await self._empty.wait()
+        handshakes_end_s = self.timers.now() + LAST_REQUEST_S
+        while self.connections or (self.handshakes and self.timers.now() < handshakes_end_s):
+            if self.connections:
+                await self._empty.wait()
+                self._empty.clear()
+            else:
+                await asyncio.sleep(0.01)
 
     def connection_made(self, client: ClientConnection) -> bool:
         """Count a new connection. Return False if there are too many."""

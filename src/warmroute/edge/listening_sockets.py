@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import errno
 import os
+import select
 import socket
 import ssl
 import stat
+import struct
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, Final, Protocol
 
 from warmroute.config import ConfigError, Limits
@@ -17,6 +22,14 @@ from warmroute.edge.tls_sockets import TLS_SHUTDOWN_S, TlsServer
 
 BACKLOG: Final = 4096
 """Connections that the kernel holds until the router accepts them."""
+LAST_CONNECTIONS_S: Final = 1.0
+"""Longest time for accepting what waits in the kernel before a listening socket is closed."""
+HANDSHAKE_S: Final = 0.2
+"""How long clients on other machines may take to complete the handshake that they have begun."""
+_TURN_S: Final = 0.001
+_SO_ATTACH_FILTER: Final = 26
+_NO_SYN: Final = ((0x30, 0, 0, 13), (0x45, 0, 1, 0x02), (0x06, 0, 0, 0), (0x06, 0, 0, 0xFFFFFFFF))
+"""A socket filter: load the TCP flags; if SYN is set, drop the packet, else take all of it."""
 
 
 class Listener(Protocol):
@@ -180,3 +193,31 @@ def _remove_stale_socket(path: str) -> None:
         except OSError:
             return
     raise ConfigError(f"cannot listen on {path}: another process listens there")
+
+
+async def accept_the_last(sockets: Sequence[Any]) -> None:
+    """Let listening sockets, which are still served, accept what waits in the kernel, and nothing more.
+
+    When a listening socket is closed, the kernel resets the connections that it has set up and nobody has accepted,
+    whatever their clients have sent already. So no handshake may begin any more, and those that have begun may end.
+    A client whose SYN is dropped sends it again, and is refused then.
+    """
+    waiting, remote = select.poll(), False
+    for one in sockets:
+        waiting.register(one.fileno(), select.POLLIN)
+        if one.family != socket.AF_UNIX:
+            _drop_handshakes(one.fileno())
+            remote = remote or not one.getsockname()[0].startswith(("127.", "::1"))
+    if remote:
+        await asyncio.sleep(HANDSHAKE_S)
+    for _ in range(round(LAST_CONNECTIONS_S / _TURN_S)):
+        if not waiting.poll(0):
+            break
+        await asyncio.sleep(_TURN_S)
+
+
+def _drop_handshakes(fd: int) -> None:
+    """Make the kernel ignore clients that begin to connect. Where it cannot, a client may be reset."""
+    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in _NO_SYN))
+    with suppress(OSError), socket.socket(fileno=os.dup(fd)) as same:
+        same.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HL", len(_NO_SYN), ctypes.addressof(code)))

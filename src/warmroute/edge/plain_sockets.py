@@ -136,15 +136,19 @@ class PlainServer:
     def is_serving(self) -> bool:
         return bool(self._listening)
 
+    def remove_file(self) -> None:
+        """Remove the socket's file: no further client finds it."""
+        with suppress(OSError):
+            if self._socket_file and os.stat(self._socket_file).st_ino == self._file_number:  # else it is another's
+                os.unlink(self._socket_file)
+
     def close(self) -> None:
         if self._pause is not None:
             self._pause.cancel()
         listening, self._listening = self._listening, []
         for one in listening:
             one.close()
-        with suppress(OSError):
-            if self._socket_file and os.stat(self._socket_file).st_ino == self._file_number:  # else it is another's
-                os.unlink(self._socket_file)
+        self.remove_file()
         for listening_socket in self.sockets:
             with suppress(OSError):
                 listening_socket.close()

@@ -77,6 +77,12 @@ class TlsServer:
     def is_serving(self) -> bool:
         return self._serving
 
+    def remove_file(self) -> None:
+        """Remove the socket's file: no further client finds it."""
+        with suppress(OSError):
+            if self._socket_file and os.stat(self._socket_file).st_ino == self._file_number:  # else it is another's
+                os.unlink(self._socket_file)
+
     def close(self) -> None:
         if not self._serving:
             return
@@ -85,9 +91,7 @@ class TlsServer:
             self._pause.cancel()
         for one in self.sockets:
             asyncio.get_running_loop().remove_reader(one)
-        with suppress(OSError):
-            if self._socket_file and os.stat(self._socket_file).st_ino == self._file_number:  # else it is another's
-                os.unlink(self._socket_file)
+        self.remove_file()
         for one in self.sockets:
             with suppress(OSError):
                 one.close()
@@ -97,6 +101,7 @@ async def open_tls(listener: Listener, connection: socket.socket, tls: ssl.SSLCo
     """Serve an accepted connection with TLS. A client that speaks HTTP gets an error in HTTP."""
     loop = asyncio.get_running_loop()
     timeout_s = listener.limits.header_timeout_s
+    listener.handshakes += 1
     try:
         connection.setblocking(False)
         if connection.family != socket.AF_UNIX:
@@ -114,6 +119,8 @@ async def open_tls(listener: Listener, connection: socket.socket, tls: ssl.SSLCo
             )  # fmt: skip
     except (OSError, asyncio.CancelledError):  # the client left, sent nothing, or its TLS handshake failed
         connection.close()
+    finally:
+        listener.handshakes -= 1
 
 
 async def _first_byte(connection: socket.socket) -> bytes:

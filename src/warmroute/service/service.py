@@ -26,12 +26,13 @@ from warmroute.discovery.discovery_service import DiscoveryService
 from warmroute.edge.async_handler import AsyncHandler
 from warmroute.edge.connection_pool import ConnectionPools
 from warmroute.edge.listener import Listener
-from warmroute.edge.listening_sockets import listen_inherited, listen_tcp, listen_unix
+from warmroute.edge.listening_sockets import accept_the_last, listen_inherited, listen_tcp, listen_unix
 from warmroute.edge.node_client import NodeClient
-from warmroute.edge.plain_sockets import PlainSockets, Server
+from warmroute.edge.plain_sockets import PlainServer, PlainSockets, Server
 from warmroute.edge.prompt_reader import PromptReader
 from warmroute.edge.proxy import Proxy
 from warmroute.edge.timer_wheel import TimerWheel
+from warmroute.edge.tls_sockets import TlsServer
 from warmroute.engines.kv_transfers import KV_TRANSFERS
 from warmroute.engines.node_watcher import NodeWatcher
 from warmroute.engines.remote_tokenizer import RemoteTokenizer
@@ -235,6 +236,8 @@ class Service:
         self.picker = create_picker(self) if create_picker is not None else None
         self.clients: Clients = self.picker or self.listener
         self._servers: list[Server] = []
+        self._inherited = False
+        """The clients' socket is systemd's."""
         self._tasks: list[asyncio.Task[None]] = []
         self._stop_now = asyncio.Event()
         self.port = 0
@@ -376,6 +379,7 @@ class Service:
             address = await self.picker.listen()
             self.port = self.picker.port
         elif (inherited := self.systemd.take_socket()) is not None:
+            self._inherited = True
             self._servers.append(await listen_inherited(self.listener, inherited, tls, plain))
             name = inherited.getsockname()
             self.port = name[1] if isinstance(name, tuple) else 0
@@ -411,10 +415,10 @@ class Service:
         except TimeoutError:
             pass
         if self.worker is not None:
-            self.worker.stop_accepting()
+            await self.worker.stop_accepting()
         elif self.picker is None:
             for server in self._servers[:1]:
-                server.close()
+                await self._stop_accepting(server)
         self.clients.close_idle()
         await finish_requests(self.clients, self._stop_now, shutdown.deadline_s)
         if self.clients.connections:
@@ -457,6 +461,14 @@ class Service:
             await self.alert_webhook.close()
         await asyncio.sleep(0)
         self.plain_sockets.close()
+
+    async def _stop_accepting(self, server: Server) -> None:
+        """Close the listener for clients. What waits in systemd's socket stays there for the next process."""
+        if not self._inherited and server.is_serving():
+            if isinstance(server, PlainServer | TlsServer):
+                server.remove_file()
+            await accept_the_last(server.sockets)
+        server.close()
 
     def stop_now(self) -> None:
         """Let `stop` cut off running requests now."""

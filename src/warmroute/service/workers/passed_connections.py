@@ -15,6 +15,7 @@ from contextlib import suppress
 from typing import Final, Protocol
 
 from warmroute.edge.listener import Listener
+from warmroute.edge.listening_sockets import accept_the_last
 from warmroute.edge.plain_sockets import PlainSockets
 from warmroute.edge.tls_sockets import open_tls
 from warmroute.event_log import EventLog
@@ -40,8 +41,12 @@ class Taker(Protocol):
 class ConnectionPassing:
     """The parent's part."""
 
-    def __init__(self, sockets: Sequence[socket.socket], takers: Callable[[], Sequence[Taker]]) -> None:
+    def __init__(
+        self, sockets: Sequence[socket.socket], takers: Callable[[], Sequence[Taker]], inherited: bool = False
+    ) -> None:
+        """`inherited`: the sockets are systemd's. What waits in them stays there for the next process."""
         self._sockets = list(sockets)
+        self._inherited = inherited
         self._takers = takers
         self._turn = 0
         self._held: list[socket.socket] = []
@@ -113,6 +118,17 @@ class ConnectionPassing:
             self._held += connections
             self._pause()
 
+    async def finish(self) -> None:
+        """Accept what waits in the kernel, pass it to workers, and close."""
+        sockets = self._sockets
+        if not self._inherited:
+            await accept_the_last(sockets)
+            for _ in range(10):
+                if not self._held:
+                    break
+                await asyncio.sleep(RETRY_S)
+        self.close()
+
     def close(self) -> None:
         """Accept no more connections."""
         self._closed = True
@@ -151,6 +167,8 @@ class PassedConnections:
         self._tls = tls
         self._opening: set[asyncio.Task[None]] = set()
         self.received = 0
+        self.ended = asyncio.Event()
+        """The parent passes no more connections."""
         asyncio.get_running_loop().add_reader(self._passing, self._receive)
 
     @property
@@ -172,8 +190,9 @@ class PassedConnections:
                 return
             except OSError:
                 data, fds = b"", []
-            if not data:  # the parent has ended, which its link reports, too
+            if not data:
                 loop.remove_reader(self._passing)
+                self.ended.set()
                 return
             self.received += len(fds)
             for fd in fds:
@@ -216,6 +235,9 @@ class PassedConnections:
 
     def _receive_rest(self) -> None:
         """Serve what the parent has passed before it knew that this worker stops."""
-        self._receive()
+        before = -1
+        while before != self.received:
+            before = self.received
+            self._receive()
         with suppress(OSError):
             os.close(self._passing.detach())

@@ -146,7 +146,7 @@ class Supervisor:
             sockets = [open_tcp_socket(listen.host, listen.port)]
             self.port = sockets[0].getsockname()[1]
             address = f"{scheme}://{url_host(listen.host)}:{self.port}"
-        self._passing = ConnectionPassing(sockets, self._takers)
+        self._passing = ConnectionPassing(sockets, self._takers, inherited is not None)
         server = None
         if admin.enabled:
             inherited = self._systemd.take_socket(ADMIN_SOCKET)
@@ -327,7 +327,7 @@ class Supervisor:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, hurry.set)
         self._signal_all(signal.SIGTERM)
-        loop.call_later(shutdown.delay_s, self._passing.close)  # until then, load balancers see that it is not ready
+        self._spawn(self._stop_accepting(shutdown.delay_s))
         running = loop.create_task(self._until_all_ended())
         try:
             async with asyncio.timeout(shutdown.delay_s + shutdown.deadline_s + EXIT_GRACE_S):
@@ -335,11 +335,23 @@ class Supervisor:
                 await asyncio.wait((running, hurried), return_when=asyncio.FIRST_COMPLETED)
                 if hurry.is_set():
                     self._passing.close()
+                    self._pass_no_more()
                     self._signal_all(signal.SIGTERM)
                 await running
         except TimeoutError:
             log.error("workers_killed", "They did not end before the shutdown deadline.")
         self._passing.close()
+
+    async def _stop_accepting(self, delay_s: float) -> None:
+        """`delay_s`: until then, load balancers see that the router is not ready."""
+        assert self._passing is not None
+        await asyncio.sleep(delay_s)
+        await self._passing.finish()
+        self._pass_no_more()
+
+    def _pass_no_more(self) -> None:
+        for worker in self._workers.values():
+            worker.pass_no_more()
 
     def _signal_all(self, number: signal.Signals) -> None:
         for worker in self._workers.values():

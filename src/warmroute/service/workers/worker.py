@@ -8,12 +8,13 @@ import signal
 import socket
 import ssl
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from warmroute.cluster.transport import LinkStatus
-from warmroute.edge.listening_sockets import listen_unix
+from warmroute.edge.listening_sockets import LAST_CONNECTIONS_S, listen_unix
 from warmroute.edge.plain_sockets import Server
 from warmroute.event_log import EventLog
 from warmroute.service.cluster_member import ClusterMember
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 log = EventLog("warmroute.service")
 
+PARENT_LATE_S: Final = 1.0
+"""How much later than this worker the parent may begin to stop."""
 REPORT_S: Final = 0.02
 """How long a worker waits before it tells the parent that connections were closed, so that it tells of many at once."""
 
@@ -115,8 +118,12 @@ class Worker:
             log.error("parent_gone", "The parent process has ended. The worker finishes its requests and ends.")
             os.kill(os.getpid(), signal.SIGTERM)
 
-    def stop_accepting(self) -> None:
+    async def stop_accepting(self) -> None:
+        """Take the connections that the parent still passes, until it says that there are no more."""
         if self._connections is not None:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LAST_CONNECTIONS_S + PARENT_LATE_S):
+                    await self._connections.ended.wait()
             self._connections.close()
 
     def close(self) -> None:

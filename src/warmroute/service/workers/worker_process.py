@@ -94,9 +94,7 @@ class WorkerProcess:
         status = await self._process.wait()
         self.serves = False
         self.link.close()
-        if self._passing is not None:
-            self._passing.close()
-            self._passing = None
+        self.pass_no_more()
         with suppress(OSError):
             os.unlink(self.admin_socket)
         self.ended.set()
@@ -124,6 +122,12 @@ class WorkerProcess:
         self._passed += 1
         self._unconfirmed.append(connection)
         return True
+
+    def pass_no_more(self) -> None:
+        """Tell the worker that it gets no further connections."""
+        if self._passing is not None:
+            self._passing.close()
+            self._passing = None
 
     def take_unconfirmed(self) -> list[socket.socket]:
         """Return the connections that the worker, which has ended, never received."""
