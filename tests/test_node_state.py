@@ -23,7 +23,7 @@ from support.scripted_engine import ScriptedEngine, engines
 from support.serve_process import ServeProcess, serve
 
 from warmroute.cluster.messages import MAX_NODE_BYTES
-from warmroute.config import Config, ConfigError, from_table
+from warmroute.config import Config, ConfigError, NodeConfig, from_table
 from warmroute.service.node_state import FILE, MAX_FILE_BYTES
 
 Node = dict[str, Any]
@@ -380,6 +380,28 @@ async def test_routers_that_overlap_in_an_update_lose_nothing(tmp_path: Path) ->
     async with engines(2) as nodes, kept(tmp_path, nodes, lines) as next_one:
         assert next_one.node(0).draining and next_one.node(1).draining
         assert next_one.service.fleet.find("n9") is not None
+
+
+async def test_what_the_autoscaler_does_is_not_kept(tmp_path: Path) -> None:
+    lines: list[str] = []
+    async with engines(3) as nodes, kept(tmp_path, nodes[:2], lines) as running:
+        shared = running.service.shared_nodes
+        shared.add_node(NodeConfig(url=nodes[2].url, name="machine"))
+        shared.drain("machine", True)
+        shared.set_role("node0", "decode")
+        shared.set_role_by_hand("node1", "decode")
+        await running.admin("POST", "/admin/nodes/machine/drain")
+        assert await running.service.node_state.all_kept()
+    stored = {one.pop("name"): one for one in json.loads((tmp_path / "state" / FILE).read_text())["nodes"]}
+    assert {name: set(one) & {"node", "drained", "role"} for name, one in stored.items()} == {
+        "machine": {"drained"}, "node1": {"role"},
+    }  # fmt: skip
+    async with router(*({"url": node.url} for node in nodes[:2]), wait=False) as running:
+        shared = running.service.shared_nodes
+        shared.add_node(NodeConfig(url=nodes[2].url, name="machine"))
+        shared.set_role("node0", "decode")
+        shared.drain("node1", True)
+        assert not running.service.node_state._warned, "no operator did anything"
 
 
 async def test_a_config_map_keeps_the_state_of_replicas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,7 +110,7 @@ def test_a_message_of_another_version_is_named_as_such() -> None:
 
 def test_a_new_field_of_a_change_gets_a_new_version() -> None:
     """Processes compare digests of encoded changes: with another number of fields they would never agree."""
-    assert (VERSION, len(NodeChange.__struct_fields__)) == (8, 9)
+    assert (VERSION, len(NodeChange.__struct_fields__)) == (8, 10)
 
 
 def test_damaged_messages_are_read_or_rejected_and_nothing_else() -> None:

@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(f"{node['name']} gets requests again; it is {node['state']}")
     if not node.get("survives_restart", True):
-        print("A restart of the router loses this: set directory in [state] of its configuration.")
+        print("A restart of the router loses this: set directory in [state] of its configuration, or see its log.")
     if missing := (node.get("replicas") or {}).get("unconfirmed"):
         print(f"These replicas or workers have not confirmed it: {', '.join(missing)}")
     return 0

@@ -77,11 +77,13 @@ class NodeChange(msgspec.Struct, frozen=True, array_like=True):
     """An operator drained it, and only an operator ends that."""
     added_by_hand: bool = False
     """An operator added it, and not the autoscaler."""
+    role_by_hand: bool = False
+    """An operator gave it its role, and not the autoscaler."""
 
     @property
     def by_hand(self) -> bool:
         """Whether it contains anything that has to outlive all processes: the autoscaler finds its nodes again."""
-        return not self.removed and (self.drained_by_hand or self.added_by_hand or bool(self.role))
+        return not self.removed and (self.drained_by_hand or self.added_by_hand or self.role_by_hand)
 
     def is_later_than(self, other: NodeChange | None) -> bool:
         """Whether this one counts. One that was restored can lack what the autoscaler did, which the other one has."""

@@ -118,9 +118,15 @@ class SharedNodes:
         return node
 
     def set_role(self, name: str, role: Role) -> Node:
+        """Give a node another role, for the autoscaler. Raises UnknownNode."""
+        node = self._operations.set_role(name, role)
+        self._record_state(node, role_by_hand=False)
+        return node
+
+    def set_role_by_hand(self, name: str, role: Role) -> Node:
         """Raises UnknownNode."""
         node = self._operations.set_role(name, role)
-        self._record_state(node)
+        self._record_state(node, role_by_hand=True)
         return node
 
     def drain(self, name: str, draining: bool = True) -> Node:
@@ -129,14 +135,23 @@ class SharedNodes:
         self._record_state(node)
         return node
 
-    def _record_state(self, node: Node) -> None:
+    def _record_state(self, node: Node, role_by_hand: bool | None = None) -> None:
+        """`role_by_hand`: who has just changed the role; None if nobody has."""
         known = self._changes.get(node.name)
         if known is None or known.removed:
-            self._record(node)
+            self._record(node, role_by_hand=bool(role_by_hand))
         else:
-            self._record(node, known.config, added_by_hand=known.added_by_hand)
+            role_by_hand = known.role_by_hand if role_by_hand is None else role_by_hand
+            self._record(node, known.config, added_by_hand=known.added_by_hand, role_by_hand=role_by_hand)
 
-    def _record(self, node: Node, config: bytes = b"", removed: bool = False, added_by_hand: bool = False) -> None:
+    def _record(
+        self,
+        node: Node,
+        config: bytes = b"",
+        removed: bool = False,
+        added_by_hand: bool = False,
+        role_by_hand: bool = False,
+    ) -> None:
         if len(config) > MAX_NODE_BYTES:
             log.warning("node_change_failed", "Other routers do not get it.", node=node.name, reason="it is too long")
             return
@@ -145,7 +160,16 @@ class SharedNodes:
         by_hand = node.drained_by_hand and not removed
         self._publish(
             NodeChange(
-                node.name, self._version + 1, self._sender, config, removed, draining, role, by_hand, added_by_hand
+                node.name,
+                self._version + 1,
+                self._sender,
+                config,
+                removed,
+                draining,
+                role,
+                by_hand,
+                added_by_hand,
+                bool(role) and role_by_hand,
             )
         )
 

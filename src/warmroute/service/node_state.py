@@ -291,7 +291,7 @@ def decode_state(content: bytes) -> tuple[list[NodeChange], str]:
         changes.append(
             NodeChange(
                 entry.name, entry.version, entry.by, config, False, entry.drained, entry.role, entry.drained,
-                bool(config),
+                bool(config), bool(entry.role),
             )
         )  # fmt: skip
     more = f" and {len(problems) - 1} more" if len(problems) > 1 else ""
@@ -308,7 +308,7 @@ def merge_state(content: bytes, changes: Changes) -> bytes:
     kept = sorted(sorted(kept, key=lambda one: one.version)[-MAX_CHANGES:], key=lambda one: one.name)
     entries = [
         _Entry(
-            one.name, one.version, one.sender, one.drained_by_hand, one.role,
+            one.name, one.version, one.sender, one.drained_by_hand, one.role if one.role_by_hand else "",
             msgspec.json.decode(one.config) if one.added_by_hand else None,
         )
         for one in kept

@@ -228,7 +228,7 @@ class Service:
         )  # fmt: skip
         self.admin_listener = Listener(AsyncHandler(admin.answer, admin.admit), config.limits, self.timers)
         self.add_node, self.remove_node = self.shared_nodes.add_by_hand, self.shared_nodes.remove_node
-        self.drain_node, self.set_role = self.shared_nodes.drain_node, self.shared_nodes.set_role
+        self.drain_node, self.set_role = self.shared_nodes.drain_node, self.shared_nodes.set_role_by_hand
         self.reload, self.describe_reload = self.config_reload.reload, self.config_reload.describe
         self.readiness = self.proxy.own_endpoints.readiness
         self.proxy.own_endpoints.waits_for_first_node = lambda: self.admission.without_node.first_node_wait_s > 0
