@@ -21,6 +21,7 @@ from support.raw_client import chat, post
 from support.running_router import RunningRouter, router
 from support.scripted_engine import engines
 
+from warmroute.cli.explain import _outcome_line
 from warmroute.demo.child_processes import Children
 from warmroute.edge.api_keys import hash_key
 
@@ -134,6 +135,31 @@ async def test_explain_shows_a_past_decision(children: Children, tmp_path: Path)
         os.rename(file, tmp_path / "journal.jsonl.1")
         code, out, _ = await explain(r, "first", "--journal", str(file), "--json")
         assert code == 0 and json.loads(out)["request_id"] == "first"
+
+
+@pytest.mark.parametrize(
+    ("reported", "shown"),
+    [
+        (
+            (11, 9),
+            "9 of 11 prompt tokens cached, its node reports 11 prompt tokens, fewer than the 800 that were expected",
+        ),
+        ((11, 500), "11 of 11 prompt tokens cached, its node reports 11 prompt tokens"),
+        ((1000, 800), "800 of 1,000 prompt tokens cached"),
+        ((None, None), ": ok"),
+    ],
+)
+def test_a_node_that_reports_too_few_prompt_tokens_is_named(
+    reported: tuple[int | None, int | None], shown: str
+) -> None:
+    decision = {
+        "time": "2026-11-19T05:00:00Z", "model": "m", "priority": "normal", "tenant": "", "outcome": "ok",
+        "status": 200,
+        "ttft_ms": 1.0, "duration_ms": 2.0, "cached_tokens": 800,
+        "reported": {"prompt_tokens": reported[0], "cached_tokens": reported[1], "output_tokens": 1},
+    }  # fmt: skip
+    line = _outcome_line(decision)
+    assert shown in line and ("its node reports" in line) is (reported[0] == 11)
 
 
 def without_other(explanation: str) -> str:

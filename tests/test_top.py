@@ -21,7 +21,7 @@ from warmroute.cli.top_view import LiveState, sparkline, view
 from warmroute.fleet.health import HealthState
 
 TOKEN = {"token_sha256": hashlib.sha256(b"open sesame").hexdigest()}
-FIELDS = ["at_s", "requests_per_s", "hit_ratio", "ttft_p90_ms", "saved_gpus", "in_flight"]
+FIELDS = ["at_s", "requests_per_s", "hit_ratio", "ttft_p90_ms", "saved_gpus", "in_flight", "duration_p90_ms"]
 
 
 def node(name: str, state: str = "up", **more: Any) -> dict[str, Any]:
@@ -34,10 +34,11 @@ def node(name: str, state: str = "up", **more: Any) -> dict[str, Any]:
 def snapshot(**more: Any) -> dict[str, Any]:
     sums = {
         "seconds": 300, "requests": 40, "hit_ratio": 0.85, "round_robin_hit_ratio": 0.26, "ttft_p50_ms": 35.0,
-        "ttft_p90_ms": 12_000.0, "saved_s": 450.0, "round_robin_saved_s": 120.0,
+        "ttft_p90_ms": 12_000.0, "saved_s": 450.0, "round_robin_saved_s": 120.0, "short_reports": 0,
+        "duration_p50_ms": 1500.0, "duration_p90_ms": 3200.0, "token_p50_ms": 21.0, "token_at_most_ms": 40.0,
     }  # fmt: skip
     return {
-        "router": {"version": "1.0", "policy": "price", "started": 0},
+        "router": {"version": "1.0", "build": "interpreted", "policy": "price", "started": 0},
         "window": sums,
         "nodes": [node(f"gpu-{number}") for number in range(64)],
         "routes": [{"model": "qwen3-32b-instruct-with-a-long-name", "route": "interactive", **sums}],
@@ -52,7 +53,7 @@ def snapshot(**more: Any) -> dict[str, Any]:
             "last_decision": {"nodes": 2, "reasons": ["the queue is long and keeps growing " * 5]},
         },
         "alerts": [],
-        "history": {"fields": FIELDS, "fine": [[float(at), 4.0, 0.8, 140.0, 1.5, 7.0] for at in range(120)]},
+        "history": {"fields": FIELDS, "fine": [[float(at), 4.0, 0.8, 140.0, 1.5, 7.0, 3200.0] for at in range(120)]},
         "decisions": [{"time": "2026-11-16T02:03:32.000Z", "explanation": "gpu-1: the only candidate " * 9}],
         **more,
     }  # fmt: skip
@@ -81,6 +82,18 @@ def test_a_frame_fits_80_columns_and_the_height_of_the_terminal() -> None:
     assert "85% of prompt tokens; round robin est. 26%" in text
     assert "1.5 GPUs of prefill; round robin est. 0.4" in text
     assert "p50 35 ms, p90 12.0 s" in text and "more nodes" in text
+    assert "p50 1,500 ms, p90 3,200 ms; 21 ms/token" in text and "1.0 (interpreted)" in lines[0]
+
+
+def test_clients_that_do_not_stream_have_times_too_and_a_limited_estimate_says_so() -> None:
+    data = snapshot()
+    unstreamed = {"ttft_p50_ms": None, "ttft_p90_ms": None, "token_p50_ms": None, "short_reports": 3}
+    [route] = data["routes"]
+    state = LiveState()
+    state.apply("snapshot", {**data, "window": {**data["window"], **unstreamed}, "routes": [{**route, **unstreamed}]})
+    text = "\n".join(frame(state, height=None))
+    assert "p90 3,200 ms; ≤40 ms/token" in text and "total p90 3,200 ms" in text
+    assert "nodes reported 3 prompts shorter than expected" in text
 
 
 def test_errors_of_clients_are_shown_with_their_sources() -> None:
@@ -121,7 +134,7 @@ def test_nodes_in_trouble_come_first_and_alerts_say_what_to_do() -> None:
 def test_updates_replace_sections_and_add_points() -> None:
     state = LiveState()
     state.apply("snapshot", snapshot())
-    state.apply("update", {"nodes": [node("new")], "fine": [[121.0, 9.0, None, None, 0.0, 3.0]], "coarse": []})
+    state.apply("update", {"nodes": [node("new")], "fine": [[121.0, 9.0, None, None, 0.0, 3.0, None]], "coarse": []})
     lines = frame(state)
     assert any(line.startswith("new ") for line in lines) and "9.0/s, 3 running" in "\n".join(lines)
 
@@ -129,7 +142,8 @@ def test_updates_replace_sections_and_add_points() -> None:
 def test_an_empty_fleet_and_missing_measurements_are_shown() -> None:
     sums = {
         "seconds": 0, "requests": 0, "hit_ratio": None, "round_robin_hit_ratio": None, "ttft_p50_ms": None,
-        "ttft_p90_ms": None, "saved_s": 0.0, "round_robin_saved_s": 0.0,
+        "ttft_p90_ms": None, "saved_s": 0.0, "round_robin_saved_s": 0.0, "short_reports": 0,
+        "duration_p50_ms": None, "duration_p90_ms": None, "token_p50_ms": None, "token_at_most_ms": None,
     }  # fmt: skip
     history = {"fields": FIELDS, "fine": []}
     state = LiveState()

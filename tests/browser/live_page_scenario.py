@@ -1,5 +1,5 @@
-"""A fleet for the live page: six simulated engines on two islands, three tenants, and a load on them. One tenant's
-prompts begin with the current time.
+"""A fleet for the live page: six simulated engines on two islands, four tenants, and a load on them. One tenant's
+prompts begin with the current time, another one's client does not stream.
 
 python tests/browser/live_page_scenario.py     runs it until Ctrl-C and prints the address of the page and its token
 """
@@ -28,7 +28,7 @@ from warmroute.fake_engine.server.word_list import WORDS
 TOKEN = "open sesame"
 MODEL = "qwen3-8b"
 ENGINES = {f"eu-{number}": "eu-west" for number in range(1, 5)} | {f"us-{number}": "us-east" for number in range(1, 3)}
-KEYS = {"search": "search-key", "chat": "chat-key", "batch": "batch-key"}
+KEYS = {"search": "search-key", "chat": "chat-key", "batch": "batch-key", "reports": "reports-key"}
 OUTPUT_TOKENS = 40
 
 
@@ -37,10 +37,12 @@ def sha256(text: str) -> str:
 
 
 class Scenario:
-    def __init__(self, url: str, admin_url: str, engine_urls: dict[str, str]) -> None:
+    def __init__(self, url: str, admin_url: str, engine_urls: dict[str, str], config: Path) -> None:
         self.url = url
         self.admin_url = admin_url
         self._engine_urls = engine_urls
+        self.config = config
+        """The router's file, which it reads again when it changes."""
         self.completed = 0
 
     async def fail(self, engine: str, **fault: object) -> None:
@@ -50,6 +52,34 @@ class Scenario:
             await http_client.request(
                 "POST", f"{self._engine_urls[engine]}/_sim/fail", body=body, timeout_s=5.0, limit_bytes=10_000
             )
+
+    async def fail_some_requests(self) -> None:
+        """For a moment, every engine that is up answers most generations with 500."""
+        for mode, share in (("error500", 0.9), ("none", 0.0)):
+            for engine in ENGINES:
+                await self.fail(engine, mode=mode, **({"share": share} if share else {}))
+            if share:
+                await asyncio.sleep(1.5)
+
+    async def send_wrong_keys(self, count: int) -> None:
+        """Wrong keys are answered late, but not if there are many at a time."""
+        await asyncio.gather(*(self._post({"model": MODEL, "messages": []}, "sk-of-nobody") for _ in range(count)))
+
+    async def _post(self, fields: dict[str, object], key: str) -> int:
+        """Send a request whose response is not streamed. Return its status."""
+        status, _ = await http_client.request(
+            "POST", f"{self.url}/v1/chat/completions", msgspec.json.encode(fields),
+            [("Authorization", f"Bearer {key}")], timeout_s=60.0, limit_bytes=1_000_000,
+        )  # fmt: skip
+        return status
+
+    async def _report(self, number: int) -> None:
+        random = Random(f"report {number}")
+        while True:
+            messages = [{"role": "user", "content": f"{REPORT} {words(random, 80)}"}]
+            with suppress(OSError):
+                await self._post({"model": MODEL, "messages": messages, "max_tokens": OUTPUT_TOKENS}, KEYS["reports"])
+            await asyncio.sleep(random.uniform(0.5, 1.5))
 
     async def _ask(self, tenant: str, messages: list[dict[str, str]], **headers: str) -> str:
         fields = {"model": MODEL, "messages": messages, "max_tokens": OUTPUT_TOKENS, "stream": True}
@@ -85,10 +115,15 @@ class Scenario:
             for tenant, clients, priority in (("search", 8, "normal"), ("chat", 8, "high"), ("batch", 5, "low")):
                 for number in range(clients):
                     tasks.create_task(self._converse(tenant, number, systems[tenant], priority))
+            for number in range(3):
+                tasks.create_task(self._report(number))
 
 
 def words(random: Random, count: int) -> str:
     return " ".join(random.choices(WORDS, k=count))
+
+
+REPORT = words(Random("report"), 600)
 
 
 @asynccontextmanager
@@ -111,11 +146,16 @@ async def scenario() -> AsyncIterator[Scenario]:
                 {"sha256": sha256(KEYS["search"]), "tenant": "search"},
                 {"sha256": sha256(KEYS["chat"]), "tenant": "chat", "max_priority": "high"},
                 {"sha256": sha256(KEYS["batch"]), "tenant": "batch", "requests_per_min": 30},
+                {"sha256": sha256(KEYS["reports"]), "tenant": "reports"},
             ],
-            "routes": [{"name": "interactive", "tenant": "chat"}, {"name": "nightly", "tenant": "batch"}],
+            "routes": [
+                {"name": "interactive", "tenant": "chat"},
+                {"name": "nightly", "tenant": "batch"},
+                {"name": "reports", "tenant": "reports"},
+            ],
         }
         router = await start_router(children, Path(folder), port, tables)
-        yield Scenario(router.url, f"http://127.0.0.1:{admin_port}", urls)
+        yield Scenario(router.url, f"http://127.0.0.1:{admin_port}", urls, Path(folder) / f"router-{port}.toml")
 
 
 async def main() -> None:
@@ -124,8 +164,11 @@ async def main() -> None:
         load = asyncio.create_task(running.send_load())
         if "--faults" in sys.argv:
             await asyncio.sleep(15)
+            await running.fail_some_requests()
             await running.fail("eu-3", mode="slow", factor=4)
             await running.fail("us-2", mode="die")
+            await running.send_wrong_keys(400)
+            running.config.write_text(running.config.read_text() + '\n[routing]\npolicy = "pric"\n')
         await load
 
 

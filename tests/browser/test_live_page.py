@@ -44,7 +44,10 @@ async def _run() -> None:
         load = asyncio.create_task(running.send_load())
         try:
             await asyncio.sleep(WARM_UP_S / 2)
+            await running.fail_some_requests()
             await running.fail("us-2", mode="die")
+            await running.send_wrong_keys(400)
+            running.config.write_text(running.config.read_text() + '\n[routing]\npolicy = "pric"\n')
             await asyncio.sleep(WARM_UP_S / 2)
             found = await drive(running)
         finally:
@@ -65,14 +68,37 @@ def check(found: dict[str, Any], running: Scenario) -> None:
 
     # Does the router help, how much, which node is in trouble, what should be changed?
     assert found["verdict"].startswith("Yes. ") and "so routing adds" in found["verdict"]
-    assert len(found["tiles"]) == 6 and found["charts"] == 4 and found["connection"] == "live"
+    assert len(found["tiles"]) == 7 and found["charts"] == 6 and found["connection"] == "live"
     assert any("us-2 is down" in title for title in found["alerts"])
     assert found["in_trouble"] == ["us-2"]
     assert sorted(found["nodes"]) == ["eu-1", "eu-2", "eu-3", "eu-4", "us-1", "us-2"]
     assert found["islands"] == ["eu-west", "us-east"]
-    assert len(found["routes"]) == 3 and found["prefixes"] >= 2
+    assert "interpreted" in found["facts"] and "policy price" in found["facts"]
+    assert len(found["routes"]) == 4 and found["prefixes"] >= 2
     assert "requests_per_min" in found["queue"]
     assert any("route nightly: a date or time at message 0 (system), character 6" in text for text in found["findings"])
+    # Clients that do not stream have no time to the first token, but a total time, and a token took at most its share.
+    [unstreamed] = [row for row in found["routes"] if "reports" in row]
+    assert "≤ " in unstreamed and " / " in unstreamed and unstreamed.count("–") == 1, unstreamed
+    assert {row.split("|")[0] for row in found["tenants"]} == {"batch", "chat", "reports", "search"}
+    assert any(row.startswith("invalid_api_key|401|400|400|127.0.0.1 (400)") for row in found["client_errors"])
+    assert any("400 requests were rejected with 401" in title for title in found["alerts"])
+    assert "failed" in found["configuration"] and "unknown value 'pric'" in found["configuration"]
+    assert any("The last reload of the configuration failed" in title for title in found["alerts"])
+
+    # Failed requests: why each node failed; the search.
+    assert found["failures"] and all("HTTP status 500" in one or "us-2" in one for one in found["failures"])
+    assert any("500" in row and "InternalServerError" in row and "other" in row for row in found["tries"]), found[
+        "tries"
+    ]
+    assert found["found_by_id"] == [found["searched_id"]]
+    assert found["found_by_status"] and all("502" in one for one in found["found_by_status"])
+    assert found["found_ok"] and all("502" not in one and "chat" in one for one in found["found_ok"])
+    assert found["found_nothing"] == "0 requests found." and found["after_clear"] == len(found["failures"])
+
+    # Charts: missing time is a gap, a lonely measurement a dot, and no label is cut.
+    assert 0.2 < found["gap_share"] < 0.32 and found["dots"] == 3
+    assert found["cut_labels"] == []
     assert any("could be. Lost since" in text for text in found["findings"])
     assert found["advice"].startswith("What to change: qwen3-8b, route nightly: a date or time"), found["advice"]
     assert found["cut"] == [], "a table is wider than its card"
@@ -88,3 +114,6 @@ def check(found: dict[str, Any], running: Scenario) -> None:
     assert all(not violations for violations in found["axe"].values()), found["axe"]
     assert found["dark"] != found["toggled"]
     assert found["phone_width"] <= 390 and found["phone_cut"] == []
+    assert found["phone_menu_closed"] == [False, "false"] and found["phone_menu_open"] == [True, "true"]
+    assert 0 <= found["phone_section_top"] < 120 and found["phone_menu_after"] == [False, "false"]
+    assert found["phone_menu_stays"], "the button is gone after scrolling"

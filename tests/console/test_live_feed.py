@@ -9,9 +9,11 @@ import json
 import re
 import runpy
 import shutil
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from support.polling import until
 from support.raw_client import RawConnection, chat, post
 from support.running_router import RunningRouter, router
 from support.scripted_engine import engines
+from support.serve_process import serve
 
 from warmroute.console import live_feed, live_viewers
 from warmroute.console.page_files import FOLDER, PAGE_PATHS
@@ -39,7 +42,7 @@ USAGE = json.dumps(
 ).encode()
 SECTIONS = {
     "router", "totals", "window", "nodes", "islands", "routes", "queue", "prefixes", "scaling", "prompts", "alerts",
-    "ended_alerts", "client_errors", "failed_requests",
+    "ended_alerts", "client_errors", "failed_requests", "tenants",
 }  # fmt: skip
 
 
@@ -100,7 +103,7 @@ async def test_a_viewer_gets_a_snapshot_and_then_what_changes() -> None:
         [route] = data["routes"]
         assert (route["model"], route["requests"]) == ("m", 3) and route["hit_ratio"] == pytest.approx(0.945, abs=0.01)
         assert len(data["decisions"]) == 3 and data["decisions"][0]["candidates"]
-        assert len(data["history"]["fields"]) == 15
+        assert len(data["history"]["fields"]) == 19
         await r.admin("POST", "/admin/nodes/node0/drain")
         while True:
             name, data = await watching.next()
@@ -109,6 +112,79 @@ async def test_a_viewer_gets_a_snapshot_and_then_what_changes() -> None:
                 break
         assert data["nodes"][0]["state"] == "draining"
         assert "router" not in data and "scaling" not in data, "sections that did not change are left out"
+
+
+async def test_responses_that_are_not_streamed_have_times_and_tenants_are_counted() -> None:
+    keys = [{"sha256": hashlib.sha256(name.encode()).hexdigest(), "tenant": name} for name in ("search", "chat")]
+    usage = {"prompt_tokens": 2100, "completion_tokens": 17, "prompt_tokens_details": {"cached_tokens": 1984}}
+    async with engines(1) as [engine], router(engine, keys=keys, routing={"policy": "price"}) as r:
+        engine.behave = script(http_response(json.dumps({"choices": [], "usage": usage}).encode()))
+        for tenant in ("search", "search", "chat"):
+            body = chat(LONG)
+            assert (await r.request(post(body, headers=[f"Authorization: Bearer {tenant}"]))).status == 200
+        _name, data = await (await viewer(r)).next()
+        [route] = data["routes"]
+        for sums in (route, data["window"], data["totals"]):
+            assert sums["ttft_p50_ms"] is None and sums["token_p50_ms"] is None
+            assert 0.0 < sums["duration_p50_ms"] <= sums["duration_p90_ms"] and sums["token_at_most_ms"] > 0.0
+        assert data["tenants"]["count"] == 2
+        assert data["tenants"]["rows"] == [
+            {
+                "tenant": name,
+                "requests": n,
+                "prompt_tokens": 2100 * n,
+                "cached_tokens": 1984 * n,
+                "output_tokens": 17 * n,
+            }
+            for name, n in (("search", 2), ("chat", 1))
+        ]
+
+
+async def test_an_engine_that_reports_fewer_prompt_tokens_limits_the_round_robin_estimate() -> None:
+    """It was 2757 % for an engine that reports prompts as 76 times shorter than they are."""
+    usage = {"prompt_tokens": 11, "completion_tokens": 2}
+    async with engines(2) as both, router(*both, routing={"policy": "price", "seed": 7}) as r:
+        for engine in both:
+            engine.behave = normal(json.dumps({"choices": [], "usage": usage}).encode())
+        for _ in range(6):
+            await r.request(post(chat(LONG, stream=True)))
+        _name, data = await (await viewer(r)).next()
+        window = data["window"]
+        assert window["prompt_tokens"] == 66 and 0.0 < window["round_robin_hit_ratio"] <= 1.0
+        assert window["hit_ratio"] <= 1.0 and window["predicted_tokens"] <= 66 and window["short_reports"] >= 4
+
+
+async def test_the_feed_says_what_the_last_reload_changed_and_why_one_failed(tmp_path: Path) -> None:
+    file = tmp_path / "w.toml"
+    async with engines(1) as [engine]:
+        text = f'[[nodes]]\nurl = "{engine.url}"\nname = "gpu-a"\n[listen]\nport = 0\n[admin]\nport = 0\n'
+        file.write_text(text)
+        async with serve("--config", file) as process:
+            r = RawConnection(*await asyncio.open_connection("127.0.0.1", process.admin_port, limit=1 << 24))
+            watching = await Viewer(r).open()
+            sections: dict[str, Any] = {}
+
+            async def seen(holds: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+                """Follow the feed until it shows this of the last reload and of the alerts. Return the last reload."""
+                async with asyncio.timeout(60):
+                    while not (sections and holds(sections)):
+                        sections.update((await watching.next())[1])
+                return dict(sections["router"]["last_reload"] or {})
+
+            assert await seen(lambda data: data["router"]["last_reload"] is None) == {}
+            file.write_text(text + "[routing]\npolicy = 'session'\n")
+            process.signal(signal.SIGHUP)
+            done = await seen(lambda data: data["router"]["last_reload"] is not None)
+            assert done["error"] is None and any("routing" in one for one in done["changed"]), done
+            assert done["time"] == pytest.approx(time.time(), abs=60) and done["needs_restart"] == []
+            file.write_text(text + "[routing]\npolicy = 'pric'\n")
+            process.signal(signal.SIGHUP)
+            failed = await seen(lambda data: any(alert["id"] == "config_rejected" for alert in data["alerts"]))
+            assert "pric" in failed["error"] and failed["changed"] == []
+            file.write_text(text)
+            process.signal(signal.SIGHUP)
+            mended = await seen(lambda data: data["alerts"] == [])
+            assert mended["error"] is None and mended["time"] >= failed["time"]
 
 
 async def test_hot_prefixes_name_no_node_that_is_down() -> None:

@@ -37,9 +37,10 @@ class Traffic:
 
     def __init__(self) -> None:
         self.requests = 0
+        self.looks_up_caches = False
         self.step_ms = 0.0
         self.now_s = 1000.0
-        self.doctor = PromptDoctor(lambda _key: self.requests, lambda: self.now_s)
+        self.doctor = PromptDoctor(lambda _key: self.requests, lambda _route: self.looks_up_caches, lambda: self.now_s)
         self.doctor.samples = PromptSamples(lambda: 0.5)
 
     def offer(self, body: bytes, tenant: str = "", route: str = "r", path: bytes = CHAT) -> FakeAttempts:
@@ -121,6 +122,9 @@ def test_prompts_whose_cached_tokens_nobody_counts_are_not_judged() -> None:
     traffic.examine()
     [route] = traffic.doctor.describe(0.0)["routes"]
     assert route["samples"] == 0 and "routing.policy" in route["unavailable"] and not traffic.doctor.findings
+    traffic.looks_up_caches = True
+    [route] = traffic.doctor.describe(0.0)["routes"]
+    assert "Set routing.policy" not in route["unavailable"] and "min_prompt_tokens" in route["unavailable"]
     for _ in range(10):
         traffic.send(examples.chat(f"Time: {examples.stamp()}\n{SYSTEM}"))
     traffic.examine()

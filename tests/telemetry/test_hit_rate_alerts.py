@@ -229,7 +229,7 @@ def test_metrics_state_rate_baseline_and_drop() -> None:
     setting.warm()
     setting.fleet.node("n2").incarnation += 1000.0
     setting.run(60, 0.5, 0.93)
-    doctor = PromptDoctor(lambda _key: 0)
+    doctor = PromptDoctor(lambda _key: 0, lambda _route: True)
     doctor.reports[KEY] = report(finding())
     page = MetricsPage(
         setting.fleet, setting.cache_view, Counters(), lambda: (0, 0), lambda: (0, 0), lambda: setting.now_s,

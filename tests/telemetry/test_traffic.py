@@ -33,7 +33,7 @@ from warmroute.telemetry.traffic import (
     RouteTraffic,
     TokenTraffic,
     Traffic,
-    ttft_percentile,
+    time_percentile,
 )
 
 
@@ -109,7 +109,7 @@ def test_a_complete_response_counts_its_tokens_and_its_time_to_first_token() -> 
     total = harness.traffic.total
     assert (total.requests, total.prompt_tokens, total.cached_tokens, total.output_tokens) == (1, 1000, 0, 50)
     assert harness.traffic.by_route[MODEL, "chat"].requests == 1
-    assert ttft_percentile(total.ttft_counts, 0.5) == pytest.approx(100.0, rel=0.25)
+    assert time_percentile(total.ttft_counts, 0.5) == pytest.approx(100.0, rel=0.25)
 
 
 def test_the_total_is_the_sum_over_all_routes() -> None:
@@ -216,6 +216,28 @@ def test_the_round_robin_estimate_of_a_busy_route_looks_at_some_responses() -> N
     assert sums.round_robin_tokens - before == pytest.approx(exact), "few responses are all counted"
 
 
+def test_no_prompt_has_more_cached_tokens_than_its_node_reports_prompt_tokens() -> None:
+    """The node reports 40 prompt tokens, and the router expected 1,000 to be cached on it and 600 on another one."""
+    sums, recorder, ticket = counted()
+    hits, candidates = {"a": Hit(1000, 1000.0, 0), "b": Hit(600, 600.0, 0)}, {"a": 1, "b": 2}
+    recorder.record(ticket, 0.0, 0.0, 1.0, True, 40, None, 1, 1000, hits, candidates)
+    assert sums.predicted_tokens == sums.cached_tokens == 40 and sums.round_robin_tokens == 40.0
+    assert sums.round_robin_saved_ms == pytest.approx(sums.saved_ms) and sums.short_reports == 1
+
+
+@pytest.mark.parametrize(("reported", "counted_as_short"), [(1000, 0), (990, 0), (850, 0), (700, 1), (1, 1), (None, 0)])
+def test_a_prompt_that_its_node_counts_a_little_shorter_is_not_noted(
+    reported: int | None, counted_as_short: int
+) -> None:
+    """Where prompts are matched by their text, the router knows their tokens only roughly."""
+    sums, recorder, ticket = counted()
+    recorder.record(ticket, 0.0, 0.0, 1.0, True, reported, None, 1, 1000, {}, {"a": 1})
+    assert sums.short_reports == counted_as_short
+    total = RouteTraffic()
+    total.add(sums)
+    assert total.short_reports == counted_as_short
+
+
 def test_reported_tokens_replace_the_predicted_ones_and_are_bounded() -> None:
     harness = Harness(1)
     harness.serve(prompt(1000), (1000, 10**12, 1))
@@ -256,7 +278,7 @@ def test_popular_prefixes_have_their_share_and_their_sender_but_no_text() -> Non
 
 
 def test_a_percentile_without_responses_is_none() -> None:
-    assert ttft_percentile(RouteTraffic().ttft_counts, 0.5) is None
+    assert time_percentile(RouteTraffic().ttft_counts, 0.5) is None
 
 
 # By tenant and node, times, and bounds.

@@ -1,10 +1,10 @@
-// Four charts over the same time, drawn by uPlot. The numbers at the cursor, or the latest ones, are text in the legend.
+// Charts over the same time, drawn by uPlot. The numbers at the cursor, or the latest ones, are text in the legend.
 import uPlot from "uplot";
 import "uplot/dist/uPlot.min.css";
 import { byId, el, setText } from "./dom";
 import { decimal, ms, NONE, percent, rate } from "./format";
 import { colour } from "./theme";
-import type { Row } from "./types";
+import type { Row, Snapshot } from "./types";
 
 interface Series {
   field: string;
@@ -58,12 +58,33 @@ const SPECS: ChartSpec[] = [
     axis: (value) => ms(value),
   },
   {
+    title: "Total time",
+    note: "from arrival to the end, streamed or not",
+    series: [
+      { field: "duration_p90_ms", label: "p90", colour: "c1" },
+      { field: "duration_p50_ms", label: "p50", colour: "c0" },
+    ],
+    format: ms,
+    axis: (value) => ms(value),
+  },
+  {
+    title: "Time per output token",
+    note: "of streams",
+    series: [
+      { field: "token_p90_ms", label: "p90", colour: "c1" },
+      { field: "token_p50_ms", label: "p50", colour: "c0" },
+    ],
+    format: ms,
+    axis: (value) => ms(value),
+  },
+  {
     title: "Requests",
     note: "and their queue",
     series: [
       { field: "requests_per_s", label: "completed/s", colour: "c0", fill: true },
       { field: "waiting", label: "waiting", colour: "c1" },
       { field: "rejected_per_s", label: "rejected/s", colour: "c3" },
+      { field: "client_errors_per_s", label: "client errors/s", colour: "c4" },
       { field: "failed_per_s", label: "failed/s", colour: "bad" },
     ],
     format: orNone(rate),
@@ -99,7 +120,8 @@ class Chart {
     );
   }
 
-  draw(fields: string[], rows: Row[]): void {
+  draw(fields: string[], points: Row[], step_s: number): void {
+    const rows = withGaps(points, step_s);
     const columns = ["at_s", ...this.spec.series.map((series) => series.field)].map((field) => fields.indexOf(field));
     this.data = columns.map((column) => rows.map((row) => row[column] ?? null)) as unknown as uPlot.AlignedData;
     this.show(rows.length - 1);
@@ -136,11 +158,12 @@ class Chart {
         width,
         height: HEIGHT,
         legend: { show: false },
+        padding: [10, 32, 0, 0], // half of the outermost labels' height and width
         cursor: { sync: { key: this.sync.key }, points: { size: 6 }, drag: { x: false, y: false } },
         scales: { y: { range: (_plot, _low, high) => [0, top ?? Math.max(high * 1.1, 1e-3)] } },
         axes: [
           { ...axis, size: 28, space: 70, values: (_plot, ticks) => ticks.map((tick) => timeLabel(tick)) },
-          { ...axis, size: 58, space: 34, values: (_plot, ticks) => ticks.map((tick) => (this.measured() ? this.spec.axis(tick) : "")) },
+          { ...axis, size: (_plot, labels) => axisWidth(labels, font), space: 34, values: (_plot, ticks) => ticks.map((tick) => (this.measured() ? this.spec.axis(tick) : "")) },
         ],
         series: [
           {},
@@ -149,7 +172,7 @@ class Chart {
             width: 1.6,
             dash: series.dashed ? DASH.dashed : DASH.solid,
             fill: series.fill ? withAlpha(colour(series.colour), 0.12) : undefined,
-            points: { show: false },
+            points: { show: false, size: 4, fill: colour(series.colour), filter: lonelyPoints },
             spanGaps: false,
           })),
         ],
@@ -165,6 +188,30 @@ class Chart {
     if (this.plot && width && width !== this.plot.width) this.plot.setSize({ width, height: HEIGHT });
     else if (!this.plot) this.create();
   }
+}
+
+/** Add an empty row where points are missing, so that no line is drawn across the time between them. */
+function withGaps(rows: Row[], step_s: number): Row[] {
+  return rows.flatMap((row, index) => {
+    const before = rows[index - 1]?.[0];
+    const missing = typeof before === "number" && typeof row[0] === "number" && row[0] - before > 2.5 * step_s;
+    return missing ? [[before + step_s, ...row.slice(1).map(() => null)], row] : [row];
+  });
+}
+
+/** The measurements without one beside them: a line does not show them. */
+function lonelyPoints(plot: uPlot, series: number): number[] {
+  const values = plot.data[series] ?? [];
+  const empty = (index: number) => values[index] === null || values[index] === undefined;
+  return Array.from(values.keys()).filter((index) => !empty(index) && empty(index - 1) && empty(index + 1));
+}
+
+/** The labels' width, so that none is cut. */
+function axisWidth(labels: string[] | null, font: string): number {
+  const context = document.createElement("canvas").getContext("2d");
+  if (!context || !labels) return 58;
+  context.font = font;
+  return Math.max(36, ...labels.map((label) => Math.ceil(context.measureText(label).width) + 14));
 }
 
 function withAlpha(value: string, alpha: number): string {
@@ -188,6 +235,7 @@ export class Charts {
   private fields: string[] = [];
   private fine: Row[] = [];
   private coarse: Row[] = [];
+  private steps_s = { fine: 1, coarse: 10 };
 
   constructor() {
     const sync = uPlot.sync("time");
@@ -201,8 +249,9 @@ export class Charts {
     new ResizeObserver(() => this.charts.forEach((chart) => chart.resize())).observe(container);
   }
 
-  reset(fields: string[], fine: Row[], coarse: Row[]): void {
-    [this.fields, this.fine, this.coarse] = [fields, fine, coarse];
+  reset(history: Snapshot["history"]): void {
+    [this.fields, this.fine, this.coarse] = [history.fields, history.fine, history.coarse];
+    this.steps_s = { fine: history.fine_s, coarse: history.coarse_s };
     this.draw();
   }
 
@@ -225,6 +274,6 @@ export class Charts {
     // An hour of ten-second points ends with the seconds since the last of them.
     const last = this.coarse.at(-1)?.[0] ?? 0;
     const rows = this.range === "fine" ? this.fine : [...this.coarse, ...this.fine.filter((row) => (row[0] ?? 0) > (last ?? 0)).slice(-1)];
-    this.charts.forEach((chart) => chart.draw(this.fields, rows));
+    this.charts.forEach((chart) => chart.draw(this.fields, rows, this.steps_s[this.range]));
   }
 }

@@ -1,7 +1,7 @@
 // Recent decisions. Each opens to the prices of its candidates, as stacked bars with one part for each term.
-import { byId, el, fill } from "./dom";
-import { clock, count, ms, percent, plural } from "./format";
-import type { Candidate, Decision } from "./types";
+import { byId, el, fill, table } from "./dom";
+import { clock, count, ms, NONE, percent, plural } from "./format";
+import type { Candidate, Decision, FailedTry } from "./types";
 
 const MAX_SHOWN = 20;
 const TERM_COLOURS: Record<string, string> = {
@@ -66,17 +66,22 @@ function decisionRow(decision: Decision): HTMLElement {
     el("time", { datetime: decision.time }, clock(Date.parse(decision.time) / 1000)),
     el("span", { class: `chip ${good ? "up" : "down"}` }, good ? percent(cached) : decision.outcome),
     el("span", { class: "why" }, decision.explanation),
-    el("span", { class: "soft right" }, decision.ttft_ms === null ? "" : ms(decision.ttft_ms)),
+    el("span", { class: "soft right" }, decision.duration_ms === null ? "" : ms(decision.duration_ms)),
   );
+  return disclosure(summary, () => decisionBody(decision));
+}
+
+/** A row that opens. What is in it is built when it is opened first. */
+export function disclosure(summary: HTMLElement, contents: () => Node[]): HTMLDetailsElement {
   const body = el("div", { class: "decision" });
   const details = el("details", {}, summary, body);
   details.addEventListener("toggle", () => {
-    if (details.open && !body.firstChild) fill(body, ...decisionBody(decision));
+    if (details.open && !body.firstChild) fill(body, ...contents());
   });
   return details;
 }
 
-function decisionBody(decision: Decision): Node[] {
+export function decisionBody(decision: Decision): Node[] {
   const { reported } = decision;
   const facts: [string, string][] = [
     ["Request", decision.request_id],
@@ -87,6 +92,7 @@ function decisionBody(decision: Decision): Node[] {
     ["Prompt", decision.prompt_tokens === null ? "not tokenized" : plural(decision.prompt_tokens, "token")],
     ["Cached, predicted", decision.cached_tokens === null ? "" : count(decision.cached_tokens)],
     ["Cached, reported", reported.cached_tokens === null ? "not reported" : count(reported.cached_tokens)],
+    ["Prompt, reported", reported.prompt_tokens !== null && reported.prompt_tokens < (decision.cached_tokens ?? 0) ? `${plural(reported.prompt_tokens, "token")}; estimates count no more` : ""],
     ["Output", reported.output_tokens === null ? "" : plural(reported.output_tokens, "token")],
     ["Queued", decision.queued_ms >= 1 ? ms(decision.queued_ms) : ""],
     ["First token", decision.ttft_ms === null ? "" : ms(decision.ttft_ms)],
@@ -95,18 +101,44 @@ function decisionBody(decision: Decision): Node[] {
     ["Outcome", `${decision.outcome}${decision.status ? `, status ${decision.status}` : ""}`],
   ];
   const list = el("dl", { class: "facts" }, ...facts.filter(([, value]) => value).map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value))));
-  if (!decision.candidates.length) return [list, el("p", { class: "soft" }, "The policy that decided has no prices.")];
+  const before = [list, ...triesTable(decision.failed_tries)];
+  if (!decision.candidates.length) return [...before, el("p", { class: "soft" }, "The policy that decided has no prices.")];
   const highest = Math.max(...decision.candidates.map((candidate) => candidate.total_ms), 1e-9);
   const terms = Object.keys(TERM_COLOURS).filter((term) => decision.candidates.some((one) => (one.terms_ms[term] ?? 0) > 0));
   const keys = terms.map((term) => el("li", {}, el("span", { class: `key ${TERM_COLOURS[term]}`, "aria-hidden": "true" }), term));
   const hidden = decision.candidate_count - decision.candidates.length;
   return [
-    list,
+    ...before,
     el("h3", {}, "Price of each candidate, in milliseconds"),
     el("ul", { class: "legend" }, ...keys),
     el("ul", { class: "prices", "aria-label": "Candidates, the cheapest first" }, ...decision.candidates.map((one) => priceBar(one, highest, terms))),
     ...(hidden > 0 ? [el("p", { class: "soft" }, `and ${plural(hidden, "more expensive candidate")}`)] : []),
   ];
+}
+
+const CLASSES: Record<string, string> = {
+  out_of_memory: "out of memory",
+  bad_template: "bad template",
+  unknown_model: "unknown model",
+};
+
+/** Why each node failed. Nothing of the error's text is in it, unless journal.error_text is set. */
+export function triesTable(tries: FailedTry[]): Node[] {
+  if (!tries.length) return [];
+  const columns = ["Node", "Role", "Status", "Class", "Type", "Code", "Length", "After", "Reason"];
+  const numbers = ["Status", "Length", "After"];
+  const rows = tries.map((one) => [
+    one.node,
+    one.role,
+    one.status === null ? NONE : String(one.status),
+    one.error ? (CLASSES[one.error.class] ?? one.error.class) : NONE,
+    one.error?.type || NONE,
+    one.error?.code || NONE,
+    one.error ? `${count(one.error.length)} bytes` : NONE,
+    one.duration_ms === null ? NONE : ms(one.duration_ms),
+    one.error?.text ? `${one.reason}: ${one.error.text}` : one.reason,
+  ]);
+  return [el("h3", {}, "Failed tries"), table("Failed tries", columns.map((head) => ({ head, text: !numbers.includes(head) })), rows)];
 }
 
 function priceBar(candidate: Candidate, highest: number, terms: string[]): HTMLElement {

@@ -6,7 +6,11 @@ import { byId, setText } from "./dom";
 import { setUpDrain } from "./drain";
 import { Feed, setToken, token, type State } from "./feed";
 import { Fleet } from "./fleet";
-import { showAlerts, showOverview, showPrefixes, showPrompts, showQueue, showRouter, showRoutes, showScaling } from "./panels";
+import { Failures } from "./failures";
+import {
+  showAlerts, showClientErrors, showConfiguration, showEndedAlerts, showOverview, showPrefixes, showPrompts, showQueue, showRouter, showRoutes,
+  showScaling, showTenants,
+} from "./panels";
 import { setUpTheme } from "./theme";
 import type { Sections } from "./types";
 
@@ -18,6 +22,7 @@ const connection = byId("connection");
 let sections: Sections | null = null;
 const charts = new Charts();
 const decisions = new Decisions();
+const failures = new Failures();
 const fleet = new Fleet(setUpDrain(() => sections?.nodes.filter((node) => node.state === "up") ?? []));
 setUpTheme(() => charts.recolour());
 
@@ -28,7 +33,12 @@ function show(changed: Partial<Sections>): void {
   showOverview(sections, charts);
   showAlerts(sections.alerts);
   if (changed.nodes || changed.alerts || changed.islands) fleet.show(sections);
+  if (changed.failed_requests) failures.show(sections.failed_requests, sections.router.journal);
+  if (changed.ended_alerts) showEndedAlerts(sections.ended_alerts);
   if (changed.routes) showRoutes(sections);
+  if (changed.tenants || changed.queue) showTenants(sections);
+  if (changed.client_errors) showClientErrors(sections.client_errors);
+  if (changed.router) showConfiguration(sections.router);
   if (changed.queue) showQueue(sections);
   if (changed.prefixes || changed.nodes) showPrefixes(sections);
   if (changed.prompts) showPrompts(sections);
@@ -42,7 +52,7 @@ const feed = new Feed({
     live.hidden = false;
     signIn.hidden = true;
     signOut.hidden = token() === "";
-    charts.reset(history.fields, history.fine, history.coarse);
+    charts.reset(history);
     decisions.reset(recent, data.router.journal);
     sections = rest;
     show(rest);
@@ -67,6 +77,21 @@ const feed = new Feed({
     setText(byId("sign-in-error"), wrong ? "The router rejected this token." : "");
     byId<HTMLInputElement>("token").focus();
   },
+});
+
+// On a phone the sections' links are behind a button.
+const menu = byId<HTMLButtonElement>("menu");
+const bar = menu.closest("header");
+function openMenu(open: boolean): void {
+  bar?.classList.toggle("open", open);
+  menu.setAttribute("aria-expanded", String(open));
+}
+menu.addEventListener("click", () => openMenu(menu.getAttribute("aria-expanded") !== "true"));
+byId("sections").addEventListener("click", () => openMenu(false));
+document.addEventListener("keydown", (event) => {
+  if (event.key !== "Escape" || menu.getAttribute("aria-expanded") !== "true") return;
+  openMenu(false);
+  menu.focus();
 });
 
 signIn.addEventListener("submit", (event) => {

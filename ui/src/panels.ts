@@ -2,7 +2,7 @@
 import type { Charts } from "./charts";
 import { byId, el, fill, meter, setText, table } from "./dom";
 import { ago, clock, count, decimal, ms, NONE, percent, plural, rate, seconds } from "./format";
-import type { Alert, Finding, Sections, Sums } from "./types";
+import type { Alert, ClientError, Finding, Sections, Sums } from "./types";
 
 const CACHE_POLICIES = ["price", "overlap", "approximate"];
 
@@ -55,11 +55,18 @@ export function showOverview(sections: Sections, charts: Charts): void {
       meter(window.saved_s ? 1 : 0, "c2"),
       meter(window.saved_s ? window.round_robin_saved_s / window.saved_s : 0, "c7"),
     ]),
-    tile("Time to first token", ms(window.ttft_p50_ms), `p90: ${ms(window.ttft_p90_ms)}`),
+    tile("Time to first token", ms(window.ttft_p50_ms), window.requests && window.ttft_p50_ms === null ? "no response was streamed" : `p90: ${ms(window.ttft_p90_ms)}`),
+    tile("Total time", ms(window.duration_p50_ms), `p90: ${ms(window.duration_p90_ms)}; per output token: ${tokenTime(window)}`),
     tile("Requests per second", rate(now("requests_per_s")), `${count(now("in_flight"))} running, ${count(window.requests)} in ${seconds(window.seconds)}`),
     tile("Waiting in the router", count(queue.waiting), `${count(rejected)} rejected in ${seconds(window.seconds)}`, [], rejected > 0 ? "warn-note" : ""),
     tile("Nodes up", `${up} of ${nodes.length}`, draining ? `${draining} draining` : `KV memory ${percent(now("kv_usage"))} used`, [], up + draining < nodes.length ? "bad" : ""),
   );
+}
+
+/** Without streams, the time between two tokens is not measured. It is at most a token's share of the total time. */
+function tokenTime(sums: Sums): string {
+  if (sums.token_p50_ms !== null || sums.token_at_most_ms === null) return ms(sums.token_p50_ms);
+  return `≤ ${ms(sums.token_at_most_ms)}`;
 }
 
 /** The costliest finding of the prompt doctor, beside what the router saves. */
@@ -87,7 +94,7 @@ let shownAlerts = "";
 let announcedAlerts: string[] = [];
 
 export function showAlerts(alerts: Alert[]): void {
-  const key = JSON.stringify(alerts.map((alert) => [alert.id, alert.severity, alert.title, alert.cause]));
+  const key = JSON.stringify(alerts.map((alert) => [alert.id, alert.severity, alert.title, alert.cause, alert.sources]));
   const container = byId("alerts");
   if (key !== shownAlerts) {
     shownAlerts = key;
@@ -98,6 +105,7 @@ export function showAlerts(alerts: Alert[]): void {
           { class: `alert ${alert.severity}` },
           el("h2", {}, el("span", { class: "severity" }, alert.severity), " ", alert.title),
           el("p", {}, alert.cause),
+          alert.sources.length > 1 && el("p", {}, `From ${sourcesText(alert.sources)}.`),
           el("p", {}, el("b", {}, "What to do: "), alert.what_to_do),
           el("p", { class: "soft since" }),
         ),
@@ -115,10 +123,23 @@ export function showAlerts(alerts: Alert[]): void {
   document.title = alerts.length ? `(${alerts.length}) Warmroute` : "Warmroute";
 }
 
+function sourcesText(sources: { source: string; count: number }[]): string {
+  return sources.map((one) => `${one.source} (${count(one.count)})`).join(", ");
+}
+
+export function showEndedAlerts(alerts: Alert[]): void {
+  const details = byId("ended-alerts");
+  details.hidden = !alerts.length;
+  const [summary, list] = details.children;
+  if (summary) setText(summary, `${plural(alerts.length, "alert")} ended recently`);
+  if (list) fill(list, ...alerts.map((alert) => el("li", {}, `${alert.title}: ${clock(alert.since)} to ${clock(alert.ended ?? alert.since)}. `, el("span", { class: "soft" }, alert.cause))));
+}
+
 // Tables.
 
 export function showRoutes(sections: Sections): void {
   const rows = sections.routes.filter((route) => route.requests > 0);
+  const short = rows.reduce((sum, route) => sum + route.short_reports, 0);
   if (!rows.length) return fill(byId("route-table"), el("p", { class: "soft" }, "No request was completed."));
   fill(
     byId("route-table"),
@@ -130,8 +151,9 @@ export function showRoutes(sections: Sections): void {
         { head: "Requests" },
         { head: "Cached", title: "Cached fraction of the prompt tokens" },
         { head: "Est. round robin", title: "An estimate of the cached fraction under round robin" },
-        { head: "TTFT p50" },
-        { head: "p90" },
+        { head: "TTFT", title: "Time to first token of streamed responses: p50 / p90" },
+        { head: "Total", title: "Time from arrival to the end of the response: p50 / p90" },
+        { head: "Per token", title: "Time between two output tokens, p50. Of responses that are not streamed only an upper limit is known (≤): the total time by the output tokens" },
         { head: "Saved", title: "GPU time of prefill saved" },
       ],
       rows.map((route) => [
@@ -139,12 +161,91 @@ export function showRoutes(sections: Sections): void {
         route.route || NONE,
         count(route.requests),
         percent(route.hit_ratio),
-        percent(route.round_robin_hit_ratio),
-        ms(route.ttft_p50_ms),
-        ms(route.ttft_p90_ms),
+        `${percent(route.round_robin_hit_ratio)}${route.short_reports ? " *" : ""}`,
+        pair(route.ttft_p50_ms, route.ttft_p90_ms),
+        pair(route.duration_p50_ms, route.duration_p90_ms),
+        tokenTime(route),
         seconds(route.saved_s),
       ]),
     ),
+    short > 0 && el("p", { class: "soft" }, `* Limited: nodes reported ${plural(short, "prompt")} as much shorter than the router expected to be cached. A prompt counts with the tokens that its node reports.`),
+  );
+}
+
+function pair(p50: number | null, p90: number | null): string {
+  return p50 === null ? NONE : `${ms(p50)} / ${ms(p90)}`;
+}
+
+export function showTenants({ tenants, queue }: Sections): void {
+  const waiting = new Map<string, [number, number]>();
+  for (const row of queue.rows) {
+    const [waits, rejected] = waiting.get(row.tenant) ?? [0, 0];
+    waiting.set(row.tenant, [waits + row.waiting, rejected + row.rejected]);
+  }
+  const unserved = [...waiting.keys()].filter((tenant) => !tenants.rows.some((row) => row.tenant === tenant));
+  const rows = [
+    ...tenants.rows,
+    ...unserved.map((tenant) => ({ tenant, requests: 0, prompt_tokens: 0, cached_tokens: 0, output_tokens: 0 })),
+  ];
+  if (!rows.some((row) => row.tenant)) {
+    return fill(byId("tenant-table"), el("p", { class: "soft" }, "No request of a tenant was completed. A key in [[keys]] names its tenant."));
+  }
+  const hidden = tenants.count - tenants.rows.length;
+  fill(
+    byId("tenant-table"),
+    table(
+      "Tenants",
+      [{ head: "Tenant", text: true }, { head: "Requests" }, { head: "Prompt tokens" }, { head: "Cached", title: "Cached fraction of the prompt tokens" }, { head: "Output tokens" }, { head: "Waiting" }, { head: "Rejected" }],
+      rows.map((row) => [
+        row.tenant || NONE,
+        count(row.requests),
+        count(row.prompt_tokens),
+        percent(row.prompt_tokens ? row.cached_tokens / row.prompt_tokens : null),
+        count(row.output_tokens),
+        count(waiting.get(row.tenant)?.[0] ?? 0),
+        count(waiting.get(row.tenant)?.[1] ?? 0),
+      ]),
+    ),
+    hidden > 0 && el("p", { class: "soft" }, `and ${plural(hidden, "tenant")} with fewer tokens`),
+  );
+}
+
+/** Requests that the router rejected because of what the client sent. */
+export function showClientErrors(errors: ClientError[]): void {
+  const rows = errors.filter((error) => error.total > 0);
+  if (!rows.length) return fill(byId("client-errors"), el("p", { class: "soft" }, "Nothing was rejected because of what a client sent."));
+  fill(
+    byId("client-errors"),
+    table(
+      "Requests rejected because of what clients sent",
+      [{ head: "Code", text: true }, { head: "Status" }, { head: "Last minutes", title: "In the last one to two minutes" }, { head: "Total", title: "Since the start" }, { head: "From", text: true }],
+      rows.map((error) => [
+        error.code,
+        String(error.status),
+        count(error.recent),
+        count(error.total),
+        [sourcesText(error.sources), error.keys.length ? `hash of key: ${error.keys.map((key) => `${key.key_sha256} (${count(key.count)})`).join(", ")}` : ""].filter(Boolean).join("; ") || NONE,
+      ]),
+    ),
+  );
+}
+
+/** The last reload: when, what it changed, or why it failed. */
+export function showConfiguration(router: Sections["router"]): void {
+  const { last_reload: last, build } = router;
+  const body = byId("configuration-body");
+  const interpreted = build === "interpreted" && el("p", { class: "soft" }, "This is the interpreted build: a request takes 1.2 to 1.8 times the CPU of the compiled one, which WARMROUTE_COMPILE=1 pip install . installs.");
+  if (!last) return fill(body, el("p", { class: "soft" }, `Not reloaded since the start at ${clock(router.started)}.`), interpreted);
+  const checked = last.checked > last.time ? ` Found unchanged at ${clock(last.checked)}.` : "";
+  fill(
+    body,
+    last.error === null
+      ? el("p", {}, el("span", { class: "chip up" }, "reloaded"), ` at ${clock(last.time)} (${last.reason}).${checked}`)
+      : el("p", {}, el("span", { class: "chip down" }, "failed"), ` The reload at ${clock(last.time)} (${last.reason}) failed. The router keeps the previous configuration.`),
+    last.error !== null && el("p", { class: "bad" }, last.error),
+    last.error === null && (last.changed.length ? el("ul", {}, ...last.changed.map((change) => el("li", {}, change))) : el("p", { class: "soft" }, "Nothing had changed.")),
+    last.needs_restart.length > 0 && el("p", {}, el("b", {}, "Takes effect after a restart: "), last.needs_restart.join(", ")),
+    interpreted,
   );
 }
 

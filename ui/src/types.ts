@@ -10,6 +10,12 @@ export interface Sums {
   round_robin_hit_ratio: number | null;
   ttft_p50_ms: number | null;
   ttft_p90_ms: number | null;
+  duration_p50_ms: number | null;
+  duration_p90_ms: number | null;
+  token_p50_ms: number | null;
+  token_p90_ms: number | null;
+  token_at_most_ms: number | null;
+  short_reports: number;
   saved_s: number;
   round_robin_saved_s: number;
 }
@@ -43,6 +49,63 @@ export interface Alert {
   cause: string;
   what_to_do: string;
   nodes: string[];
+  ended: number | null;
+  count: number;
+  sources: { source: string; count: number }[];
+}
+
+export interface FailedTry {
+  node: string;
+  role: string;
+  outcome: string;
+  status: number | null;
+  reason: string;
+  duration_ms: number | null;
+  error: { class: string; type: string; code: string; length: number; text?: string } | null;
+}
+
+/** What a failed request and a decision have in common. */
+export interface Ended {
+  request_id: string;
+  tenant: string;
+  model: string;
+  route: string;
+  node: string;
+  attempts: number;
+  outcome: string;
+  status: number | null;
+  duration_ms: number | null;
+  failed_tries: FailedTry[];
+}
+
+export interface FailedRequest extends Ended {
+  time: number;
+}
+
+export interface ClientError {
+  status: number;
+  code: string;
+  total: number;
+  recent: number;
+  sources: { source: string; count: number }[];
+  keys: { key_sha256: string; count: number }[];
+}
+
+export interface Reload {
+  time: number;
+  checked: number;
+  reason: string;
+  error: string | null;
+  changed: string[];
+  needs_restart: string[];
+}
+
+export interface Tenant {
+  tenant: string;
+  requests: number;
+  prompt_tokens: number;
+  cached_tokens: number;
+  output_tokens: number;
 }
 
 export interface Candidate {
@@ -55,25 +118,16 @@ export interface Candidate {
   new_tokens: number;
 }
 
-export interface Decision {
-  request_id: string;
+export interface Decision extends Ended {
   time: string;
-  tenant: string;
-  model: string;
-  route: string;
   priority: string;
   explanation: string;
-  node: string;
   prompt_tokens: number | null;
   cached_tokens: number | null;
   candidate_count: number;
   candidates: Candidate[];
   queued_ms: number;
-  attempts: number;
-  outcome: string;
-  status: number | null;
   ttft_ms: number | null;
-  duration_ms: number | null;
   reported: { prompt_tokens: number | null; cached_tokens: number | null; output_tokens: number | null };
 }
 
@@ -132,17 +186,21 @@ export interface Scaling {
 }
 
 export interface Sections {
-  router: { version: string; build: string; policy: string; started: number; models: string[]; journal: boolean };
+  router: { version: string; build: string; policy: string; started: number; models: string[]; journal: boolean; last_reload: Reload | null };
   totals: Sums;
   window: Sums;
   nodes: LiveNode[];
   islands: { name: string; distance_ms: number; queue_ms: number }[];
   routes: (Sums & { model: string; route: string })[];
   queue: { waiting: number; queued_total: number; rows: QueueRow[] };
+  tenants: { count: number; rows: Tenant[] };
+  client_errors: ClientError[];
+  failed_requests: FailedRequest[];
   prefixes: Prefix[];
   scaling: Scaling;
   prompts: Prompts;
   alerts: Alert[];
+  ended_alerts: Alert[];
 }
 
 export type Row = (number | null)[];

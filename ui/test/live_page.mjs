@@ -63,6 +63,7 @@ found.stored = await page.evaluate(() => JSON.stringify({ ...localStorage }) + d
 await page.waitForFunction(() => document.querySelectorAll("#decision-list details").length > 3);
 await page.waitForTimeout(2500);
 found.verdict = await page.textContent("#verdict");
+found.facts = await page.textContent("#router-facts");
 found.tiles = await page.locator(".tile").allTextContents();
 found.alerts = await page.locator(".alert h2").allTextContents();
 found.in_trouble = await page.locator(".nodes .in-trouble th").allTextContents();
@@ -77,7 +78,37 @@ found.advice = await page.textContent("#advice");
 found.cut = await page.evaluate(() => [...document.querySelectorAll(".scroll, .nodes td, .nodes th")].filter((one) => one.scrollWidth > one.clientWidth + 1).map((one) => one.textContent));
 found.charts = await page.locator(".plot canvas").count();
 found.connection = await page.textContent("#connection");
+const cells = (selector) => page.locator(selector).evaluateAll((rows) => rows.map((row) => [...row.children].map((cell) => cell.textContent).join("|")));
+found.tenants = await cells("#tenant-table tbody tr");
+found.client_errors = await cells("#client-errors tbody tr");
+found.configuration = await page.textContent("#configuration-body");
 await shot(page, "live-page-light");
+
+// Failed requests: the latest, why the nodes of one failed, and the search.
+const failures = page.locator("#failed-list summary");
+found.failures = await failures.allTextContents();
+await failures.nth(found.failures.findIndex((text) => text.includes("502"))).click();
+await page.waitForSelector("#failed-list details[open] tbody tr");
+found.tries = await cells("#failed-list details[open] tbody tr");
+found.searched_id = await page.locator("#failed-list details[open] summary code").textContent();
+await page.locator("#failures").scrollIntoViewIfNeeded();
+await shot(page, "live-page-failures", { clip: await page.locator("#failures").boundingBox().then((box) => ({ ...box, height: Math.min(box.height, 420) })) });
+async function search(fields) {
+  for (const name of ["request_id", "tenant", "status"]) await page.fill(`#search input[name=${name}]`, fields[name] ?? "");
+  await page.locator("#search input[name=failed]").setChecked(fields.failed ?? true);
+  await page.click("#search button[type=submit]");
+  await page.waitForFunction(() => document.querySelector("#failures-note").textContent.includes(" found."));
+}
+await search({ request_id: found.searched_id });
+found.found_by_id = await page.locator("#failed-list summary code").allTextContents();
+await search({ status: "502" });
+found.found_by_status = await failures.allTextContents();
+await search({ tenant: "chat", status: "200", failed: false });
+found.found_ok = await failures.allTextContents();
+await search({ tenant: "nobody" });
+found.found_nothing = await page.textContent("#failures-note");
+await page.click("#search-clear");
+found.after_clear = await failures.count();
 
 // It updates by itself.
 const before = await page.textContent("#tiles");
@@ -121,6 +152,57 @@ await page.getByRole("button", { name: "Undrain eu-1" }).click();
 await page.locator("#drain-confirm").click();
 await page.waitForSelector("tr:has-text('eu-1') .chip.up");
 
+// Charts of a feed with half a minute missing, and of one with three measurements.
+const text = await page.evaluate(async (key) => {
+  const reader = (await fetch("/admin/live", { headers: { Authorization: `Bearer ${key}` } })).body.getReader();
+  let read = "";
+  while (!read.includes("\n\n")) read += new TextDecoder().decode((await reader.read()).value, { stream: true });
+  await reader.cancel();
+  return read.slice(0, read.indexOf("\n\n"));
+}, token);
+const feed = JSON.parse(text.slice(text.indexOf("data: ") + 6));
+const end_s = Math.floor(Date.now() / 60_000) * 60 - 10; // a label stands at the end of the axis
+async function drawn(measured) {
+  const fine = [...Array(120).keys()].filter(measured).map((index) => {
+    const value = measured(index) === "empty" ? null : 0.5;
+    return feed.history.fields.map((field) => (field === "at_s" ? end_s - 119 + index : field === "hit_ratio" ? value : field.includes("_p") ? 987_654 : null));
+  });
+  const body = `event: snapshot\ndata: ${JSON.stringify({ ...feed, history: { ...feed.history, fine } })}\n\n`;
+  const other = await (await browser.newContext(desktop)).newPage();
+  await other.route("**/admin/live", (route) => route.fulfill({ body, contentType: "text/event-stream" }));
+  await other.goto(url);
+  await other.waitForSelector(".plot canvas");
+  const result = await other.evaluate(() => {
+    const colour = (name) => {
+      const probe = document.body.appendChild(document.createElement("span"));
+      probe.style.color = `var(--${name})`;
+      return getComputedStyle(probe).color.match(/\d+/g).map(Number);
+    };
+    const line = colour("c0");
+    const charts = [...document.querySelectorAll(".plot canvas")];
+    const { width, height } = charts[0];
+    const { data } = charts[0].getContext("2d").getImageData(0, 0, width, height);
+    const drawnAt = (x, y) => data[4 * (y * width + x) + 3] > 150 && line.every((part, at) => Math.abs(part - data[4 * (y * width + x) + at]) < 40);
+    const columns = [...Array(width).keys()].filter((x) => [...Array(height).keys()].some((y) => drawnAt(x, y)));
+    const holes = columns.slice(1).map((x, at) => x - columns[at]);
+    // Labels are cut where they touch the edge of the canvas.
+    const cut = charts.flatMap((chart) => {
+      const pixels = chart.getContext("2d").getImageData(0, 0, chart.width, chart.height).data;
+      const inked = (x, y) => pixels[4 * (y * chart.width + x) + 3] > 60;
+      const rows = [...Array(chart.height).keys()];
+      const title = chart.closest("figure").querySelector("h3").textContent;
+      const top = [...Array(chart.width).keys()].some((x) => inked(x, 0));
+      return [rows.some((y) => inked(0, y)) && `${title}: left`, rows.some((y) => inked(chart.width - 1, y)) && `${title}: right`, top && `${title}: top`].filter(Boolean);
+    });
+    return { share: Math.max(...holes) / (columns.at(-1) - columns[0]), parts: 1 + holes.filter((hole) => hole > 3).length, cut };
+  });
+  await other.context().close();
+  return result;
+}
+const half = await drawn((index) => index < 30 || index >= 60);
+[found.gap_share, found.cut_labels] = [half.share, half.cut];
+found.dots = (await drawn((index) => (index % 40 === 20 ? "value" : "empty"))).parts;
+
 // Signing out forgets the token.
 await page.getByRole("button", { name: "Sign out" }).click();
 await page.waitForSelector("#sign-in:not([hidden])");
@@ -147,6 +229,18 @@ await phone.waitForTimeout(1500);
 found.phone_width = await phone.evaluate(() => document.documentElement.scrollWidth);
 found.phone_cut = await phone.evaluate(() => [...document.querySelectorAll(".scroll")].filter((one) => one.scrollWidth > one.clientWidth + 1).map((one) => one.getAttribute("aria-label")));
 await checkAccessibility(phone, "phone");
+const menu = async () => [await phone.locator("#sections").isVisible(), await phone.locator("#menu").getAttribute("aria-expanded")];
+found.phone_menu_closed = await menu();
+await phone.evaluate(() => window.scrollTo(0, 2500));
+found.phone_menu_stays = await phone.locator("#menu").evaluate((one) => one.getBoundingClientRect().top >= 0);
+await phone.tap("#menu");
+found.phone_menu_open = await menu();
+await checkAccessibility(phone, "phone-menu");
+await phone.tap("#sections a[href='#failures']");
+await phone.waitForTimeout(800);
+found.phone_menu_after = await menu();
+found.phone_section_top = await phone.locator("#failures").evaluate((one) => one.getBoundingClientRect().top);
+await phone.evaluate(() => window.scrollTo(0, 0));
 await shot(phone, "live-page-phone");
 await phone.context().close();
 

@@ -4,6 +4,8 @@
  * - A response is counted with one call, TrafficRecorder.record, in the counters of its route, its tenant and its node. A
  *   recorder is made once for each combination of them, so that a response costs one dictionary lookup.
  * - Numbers that a node reported are bounded here, too: no sum can overflow or become NaN.
+ * - A prompt counts with the tokens that its node reports, where it reports them. More of them than that cannot be cached,
+ *   whatever the router expected.
  * - The round-robin estimate looks at no more than 2 * SAMPLED_HITS nodes, however large the fleet is. Of a busy route it
  *   looks at EXACT_ESTIMATES responses a second, and at one of SAMPLED_RESPONSES beyond: that is most of what counting
  *   costs, and an estimate in any case.
@@ -11,6 +13,8 @@
 #include "hits.h"
 
 #define MAX_TIME_MS 1e9 /* a longer time counts as this */
+#define SHORT_REPORT 0.8 /* of the tokens that were expected to be cached: a node that reports fewer for the whole prompt counts
+                            differently. Where prompts are matched by their text, the expectation is not exact */
 
 /* ---- Histograms ---- */
 
@@ -124,7 +128,7 @@ typedef struct {
     TokenTraffic tokens;
     double saved_ms, saved_gpu_ms, round_robin_tokens, round_robin_saved_ms, round_robin_saved_gpu_ms;
     double prompt_gpu_ms, hit_shares, hit_share_squares;
-    Py_ssize_t counted_prompts, sampled_blocks, known_blocks;
+    Py_ssize_t counted_prompts, short_reports, sampled_blocks, known_blocks;
     double estimates_s;         /* the second in which `estimates` were made */
     Py_ssize_t estimates;
     uint64_t random;
@@ -161,6 +165,7 @@ static PyObject *route_add(RouteTraffic *to, PyObject *given) {
     to->hit_shares += from->hit_shares;
     to->hit_share_squares += from->hit_share_squares;
     to->counted_prompts += from->counted_prompts;
+    to->short_reports += from->short_reports;
     to->sampled_blocks += from->sampled_blocks;
     to->known_blocks += from->known_blocks;
     for (int which = 0; which < HISTOGRAMS; which++)
@@ -182,6 +187,7 @@ static PyMemberDef route_members[] = {
     {"hit_shares", T_DOUBLE, offsetof(RouteTraffic, hit_shares), 0, NULL},
     {"hit_share_squares", T_DOUBLE, offsetof(RouteTraffic, hit_share_squares), 0, NULL},
     {"counted_prompts", T_PYSSIZET, offsetof(RouteTraffic, counted_prompts), 0, NULL},
+    {"short_reports", T_PYSSIZET, offsetof(RouteTraffic, short_reports), 0, NULL},
     {"sampled_blocks", T_PYSSIZET, offsetof(RouteTraffic, sampled_blocks), 0, NULL},
     {"known_blocks", T_PYSSIZET, offsetof(RouteTraffic, known_blocks), 0, NULL},
     {"ttft", T_OBJECT_EX, offsetof(RouteTraffic, histograms[TTFT]), READONLY, NULL},
@@ -293,8 +299,10 @@ static always_inline double saved_by(const Prefill *p, double cached) {
 }
 
 /* Estimates what a candidate that is chosen at random would have cached: the sum of its expected tokens over all
- * candidates, and of the time that they save. Of many hits it looks at some, which are others each time. */
-static int sum_hits(PyObject *hits, PyObject *candidates, size_t turn, const Prefill *p, double *tokens, double *saved_ms) {
+ * candidates, and of the time that they save. Of many hits it looks at some, which are others each time. `most`: the
+ * most tokens that one of them was expected to have. */
+static int sum_hits(PyObject *hits, PyObject *candidates, size_t turn, const Prefill *p, double *tokens, double *saved_ms,
+                    double *most) {
     PyObject *name, *hit;
     Py_ssize_t at = 0, number = 0, stride = PyDict_GET_SIZE(hits) / SAMPLED_HITS;
     Py_ssize_t offset = stride > 1 ? (Py_ssize_t)(turn % (size_t)stride) : 0;
@@ -308,7 +316,8 @@ static int sum_hits(PyObject *hits, PyObject *candidates, size_t turn, const Pre
         if (counts < 0)
             return -1;
         if (counts) {
-            *tokens += ((Hit *)hit)->expected;
+            *most = larger(*most, ((Hit *)hit)->expected);
+            *tokens += smaller(((Hit *)hit)->expected, p->tokens);
             *saved_ms += saved_by(p, ((Hit *)hit)->expected);
         }
     }
@@ -353,7 +362,8 @@ static PyObject *recorder_record(TrafficRecorder *self, PyObject *const *args, P
         prompt = ticket->tokens;
     if (prompt > 0) {
         one.prompt_tokens = prompt;
-        one.predicted_tokens = predicted > 0 ? predicted : 0;
+        double most = (double)predicted; /* tokens that were expected to be cached on one node */
+        one.predicted_tokens = predicted < 0 ? 0 : predicted > prompt ? prompt : predicted;
         one.cached_tokens = cached >= 0 ? cached : one.predicted_tokens;
         if (one.cached_tokens > prompt)
             one.cached_tokens = prompt;
@@ -375,7 +385,7 @@ static PyObject *recorder_record(TrafficRecorder *self, PyObject *const *args, P
                    PyDict_GET_SIZE(args[10])) {
             double candidates = (double)PyDict_GET_SIZE(args[10]), weight = estimate_weight(route, now_s);
             if (weight > 0.0) {
-                if (sum_hits(args[9], args[10], (size_t)(route->random >> 40), &prefill, &tokens, &saved_ms) < 0)
+                if (sum_hits(args[9], args[10], (size_t)(route->random >> 40), &prefill, &tokens, &saved_ms, &most) < 0)
                     return NULL;
                 saved_ms *= weight / candidates;
                 route->round_robin_tokens += weight * tokens / candidates;
@@ -383,6 +393,8 @@ static PyObject *recorder_record(TrafficRecorder *self, PyObject *const *args, P
                 route->round_robin_saved_gpu_ms += saved_ms * self->gpus;
             }
         }
+        if ((double)prompt < SHORT_REPORT * most)
+            route->short_reports++;
     }
     add_tokens(&route->tokens, &one);
     add_tokens(self->tenant, &one);

@@ -36,7 +36,7 @@ class TokenTraffic:
     cached_tokens: int
     """Those of the prompt tokens that were cached: reported, or predicted where a node reports none."""
     predicted_tokens: int
-    """Cached tokens as the router predicted them."""
+    """Cached tokens as the router predicted them, at most the prompt's."""
     reported_tokens: int
     """Cached tokens as nodes reported them."""
     output_tokens: int
@@ -57,6 +57,9 @@ class RouteTraffic(TokenTraffic):
     """Prefill time of the prompts on a cold fleet, in GPU milliseconds."""
     counted_prompts: int
     """Responses with prompt tokens."""
+    short_reports: int
+    """Responses whose nodes reported far fewer prompt tokens than the router expected to be cached. The prompt counts
+    with the tokens that the node reported."""
     hit_shares: float
     """Sum over these of the share of their prompt tokens that was cached."""
     hit_share_squares: float

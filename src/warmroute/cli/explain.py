@@ -272,8 +272,14 @@ def _outcome_line(decision: Decision) -> str:
     if decision["duration_ms"] is not None:
         parts.append(f"{_number(decision['duration_ms'])} ms in total")
     reported = decision["reported"]
-    if reported["cached_tokens"] is not None:
-        parts.append(f"{reported['cached_tokens']:,} of {reported['prompt_tokens'] or 0:,} prompt tokens cached")
+    prompt = reported["prompt_tokens"] or 0
+    if (cached := reported["cached_tokens"]) is not None:
+        parts.append(f"{min(cached, prompt):,} of {prompt:,} prompt tokens cached")
+    if 0 < prompt < (decision["cached_tokens"] or 0):
+        parts.append(
+            f"its node reports {prompt:,} prompt tokens, fewer than the {decision['cached_tokens']:,} that were "
+            "expected to be cached: sums and estimates count no more"
+        )
     if reported["output_tokens"] is not None:
         parts.append(f"{reported['output_tokens']:,} output tokens")
     return ", ".join(parts)

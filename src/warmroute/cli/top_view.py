@@ -101,7 +101,9 @@ def _line(text: str, width: int, style: str = "") -> Text:
 def _head(state: LiveState) -> Text:
     router = state.sections["router"]
     uptime = _seconds(max(0.0, time.time() - router["started"]))
-    head = Text.assemble(("Warmroute ", "bold"), f"{router['version']}  policy {router['policy']}  up {uptime}")
+    head = Text.assemble(
+        ("Warmroute ", "bold"), f"{router['version']} ({router['build']})  policy {router['policy']}  up {uptime}"
+    )
     if state.problem:
         head.append(f"  {state.problem}", "bold red")
     head.no_wrap, head.overflow = True, "ellipsis"
@@ -143,15 +145,25 @@ def _overview(state: LiveState, width: int) -> list[Text]:
         ),
         ("TTFT", "ttft_p90_ms", None, f"p50 {_ms(window['ttft_p50_ms'])}, p90 {_ms(window['ttft_p90_ms'])}"),
         (
+            "total", "duration_p90_ms", None,
+            f"p50 {_ms(window['duration_p50_ms'])}, p90 {_ms(window['duration_p90_ms'])}; "
+            f"{_token_time(window)}/token",
+        ),
+        (
             "requests", "requests_per_s", None,
             f"{state.latest('requests_per_s'):.1f}/s, {state.latest('in_flight'):.0f} running, "
             f"{queue['waiting']} waiting, {rejected} rejected",
         ),
     ]  # fmt: skip
-    return [
+    lines = [
         Text.assemble((f"{name:<9}", "dim"), (sparkline(state.series(field), top), "cyan"), "  ", text, no_wrap=True)
         for name, field, top, text in rows
     ]
+    if short := window["short_reports"]:
+        lines.append(
+            _line(f"estimates are limited: nodes reported {short:,} prompts shorter than expected", width, "dim")
+        )
+    return lines
 
 
 def sparkline(values: list[float | None], top: float | None, width: int = SPARK_WIDTH) -> str:
@@ -207,8 +219,10 @@ def _node_table(nodes: list[Row], all_nodes: list[Row], width: int) -> Table:
 def _routes(routes: Iterable[Row]) -> list[Text]:
     lines = [
         Text(
-            f"{_cut(route['model'], 24):<25}{_cut(route['route'] or '-', 14):<15}{route['requests']:>7,} req"
-            f"{_percent(route['hit_ratio']):>7} cached  p90 {_ms(route['ttft_p90_ms'])}",
+            f"{_cut(route['model'], 20):<21}{_cut(route['route'] or '-', 12):<13}{route['requests']:>7,} req"
+            f"{_percent(route['hit_ratio']):>7} cached  "
+            + (f"TTFT p90 {_ms(route['ttft_p90_ms'])}" if route["ttft_p90_ms"] is not None else "")
+            + (f"total p90 {_ms(route['duration_p90_ms'])}" if route["ttft_p90_ms"] is None else ""),
             no_wrap=True,
             overflow="ellipsis",
         )
@@ -267,6 +281,13 @@ def _ms(value: float | None) -> str:
     if value is None:
         return "-"
     return f"{value / 1000:.1f} s" if value >= 10_000 else f"{value:,.0f} ms"
+
+
+def _token_time(sums: Row) -> str:
+    """Return the time between two output tokens. Without streams it is at most a token's share of the total time."""
+    if sums["token_p50_ms"] is not None or sums["token_at_most_ms"] is None:
+        return _ms(sums["token_p50_ms"])
+    return f"≤{_ms(sums['token_at_most_ms'])}"
 
 
 def _seconds(value: float) -> str:

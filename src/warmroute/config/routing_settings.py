@@ -54,6 +54,10 @@ class Routing(Section, frozen=True):
     """`prefix_hash` and `session` skip a node with more than this × the mean number of requests in flight."""
 
     @property
+    def looks_up_caches(self) -> bool:
+        return self.policy in ("approximate", "overlap", "price")
+
+    @property
     def uses_kv_events(self) -> bool:
         """Whether the policy needs the nodes' KV events."""
         return self.policy in ("overlap", "price")

@@ -19,7 +19,10 @@ Section = Any
 
 _SUMS: Final = (
     "requests", "prompt_tokens", "cached_tokens", "predicted_tokens", "reported_tokens", "output_tokens", "saved_s",
-    "round_robin_saved_s",
+    "round_robin_saved_s", "short_reports",
+)  # fmt: skip
+_TIMES: Final = (
+    "ttft_p50_ms", "ttft_p90_ms", "duration_p50_ms", "duration_p90_ms", "token_p50_ms", "token_p90_ms",
 )  # fmt: skip
 _SUMMED_OF_POINT: Final = frozenset(
     {
@@ -32,7 +35,7 @@ _SUMMED_OF_POINT: Final = frozenset(
         "client_errors_per_s",
     }
 )
-_WEIGHTED_OF_POINT: Final = frozenset({"hit_ratio", "round_robin_hit_ratio", "ttft_p50_ms", "ttft_p90_ms"})
+_WEIGHTED_OF_POINT: Final = frozenset({"hit_ratio", "round_robin_hit_ratio", *_TIMES})
 
 
 def weighted_mean(pairs: Iterable[tuple[float | None, float]]) -> float | None:
@@ -53,8 +56,9 @@ def combine_sums(views: Sequence[dict[str, Any]]) -> dict[str, Any]:
         total[key] = sum(view[key] for view in views)
     for key in ("hit_ratio", "round_robin_hit_ratio"):
         total[key] = weighted_mean((view[key], view["prompt_tokens"]) for view in views)
-    for key in ("ttft_p50_ms", "ttft_p90_ms"):
+    for key in _TIMES:
         total[key] = weighted_mean((view[key], view["requests"]) for view in views)
+    total["token_at_most_ms"] = weighted_mean((view["token_at_most_ms"], view["output_tokens"]) for view in views)
     return total
 
 
@@ -73,6 +77,19 @@ def _combine_routes(lists: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any
     for view in (view for views in lists for view in views):
         found.setdefault((view["model"], view["route"]), []).append(view)
     return [combine_sums(views) for _, views in sorted(found.items())]
+
+
+def _combine_tenants(views: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    rows: dict[str, dict[str, Any]] = {}
+    for row in (row for view in views for row in view["rows"]):
+        counts = {key: count for key, count in row.items() if key != "tenant"}
+        rows[row["tenant"]] = add_counts(rows.get(row["tenant"], {}), counts)
+    named = [{"tenant": tenant, **counts} for tenant, counts in rows.items()]
+    ordered = sorted(named, key=lambda row: (-row["prompt_tokens"] - row["output_tokens"], row["tenant"]))
+    return {
+        "count": max(len(ordered), *(view["count"] for view in views)),
+        "rows": ordered[: max(len(view["rows"]) for view in views)],
+    }
 
 
 def _combine_queue(views: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -129,7 +146,13 @@ def _first(views: Sequence[Section]) -> Section:
 
 
 def _combine_router(views: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    return {**views[0], "started": min(view["started"] for view in views)}
+    reloads = [view["last_reload"] for view in views if view["last_reload"] is not None]
+    reloads.sort(key=lambda reload: (reload["error"] is not None, reload["time"]))
+    return {
+        **views[0],
+        "started": min(view["started"] for view in views),
+        "last_reload": reloads[-1] if reloads else None,
+    }
 
 
 _COMBINE: Final[dict[str, Callable[[Sequence[Any]], Section]]] = {
@@ -138,6 +161,7 @@ _COMBINE: Final[dict[str, Callable[[Sequence[Any]], Section]]] = {
     "window": combine_sums,
     "nodes": _combine_nodes,
     "routes": _combine_routes,
+    "tenants": _combine_tenants,
     "queue": _combine_queue,
     "prefixes": _combine_prefixes,
     "client_errors": _combine_client_errors,

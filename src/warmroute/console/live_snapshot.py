@@ -29,6 +29,7 @@ from warmroute.telemetry.traffic import Traffic
 MAX_HOLDERS: Final = 8
 """Nodes that are named for each popular prefix."""
 MAX_FAILED_REQUESTS: Final = 20
+MAX_TENANTS: Final = 50
 MIN_PREFIX_SHARE: Final = 0.1
 """Prefixes with less than this fraction of the most popular one's prompts are left out: single conversations."""
 SHOWN_ENDED_ALERTS: Final = 8
@@ -54,6 +55,7 @@ class LiveSnapshot:
         client_errors: ClientErrors,
         journal: Journal,
         describe_policy: Callable[[], str],
+        describe_reload: Callable[[], dict[str, Any] | None],
         describe_scaling: Callable[[], dict[str, Any]],
         describe_prompts: Callable[[], dict[str, Any]],
         now: Callable[[], float] = time.monotonic,
@@ -67,6 +69,7 @@ class LiveSnapshot:
         self._client_errors = client_errors
         self._journal = journal
         self._describe_policy = describe_policy
+        self._describe_reload = describe_reload
         self._describe_scaling = describe_scaling
         self._describe_prompts = describe_prompts
         self._now = now
@@ -88,6 +91,7 @@ class LiveSnapshot:
             "router": {
                 "version": __version__,
                 "build": build(),
+                "last_reload": self._describe_reload(),
                 "policy": self._describe_policy(),
                 "started": round(wall_s + self._started_s),
                 "models": list(self._fleet.models),
@@ -108,6 +112,7 @@ class LiveSnapshot:
                 {"model": model, "route": route, **_describe_sums(sums, window.seconds)}
                 for (model, route), sums in sorted(window.routes.items())
             ],
+            "tenants": _describe_tenants(window),
             "queue": self._describe_queue(window, now_s),
             "prefixes": [self._describe_prefix(prefix, down) for prefix in state.prefixes],
             "scaling": self._describe_scaling_changes(state.scaling, wall_s),
@@ -230,8 +235,24 @@ def _describe_sums(sums: Sums, seconds: float) -> dict[str, Any]:
         "round_robin_hit_ratio": _round(sums.round_robin_hit_ratio),
         "ttft_p50_ms": _round(sums.ttft_ms(0.5), 1),
         "ttft_p90_ms": _round(sums.ttft_ms(0.9), 1),
+        "duration_p50_ms": _round(sums.duration_ms(0.5), 1),
+        "duration_p90_ms": _round(sums.duration_ms(0.9), 1),
+        "token_p50_ms": _round(sums.token_ms(0.5), 1),
+        "token_p90_ms": _round(sums.token_ms(0.9), 1),
+        "token_at_most_ms": _round(sums.token_at_most_ms, 3),
+        "short_reports": sums.short_reports,
         "saved_s": round(sums.saved_gpu_ms / 1000.0, 3),
         "round_robin_saved_s": round(sums.round_robin_saved_gpu_ms / 1000.0, 3),
+    }
+
+
+def _describe_tenants(window: Window) -> dict[str, Any]:
+    """Return the tenants with the most tokens in the window."""
+    known = [(tenant, sums) for tenant, sums in window.tenants.items() if sums.requests]
+    known.sort(key=lambda one: (-one[1].prompt_tokens - one[1].output_tokens, one[0]))
+    return {
+        "count": len(known),
+        "rows": [{"tenant": tenant, **sums._asdict()} for tenant, sums in known[:MAX_TENANTS]],
     }
 
 

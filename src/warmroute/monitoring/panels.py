@@ -155,6 +155,7 @@ ROWS: Final[tuple[Row, ...]] = (
         (
             Panel("Requests", (
                 Query(_rate(metrics.DURATION, MODEL_AND_ROUTE, "model, route", "_count"), "{{model}} {{route}}"),
+                Query(_rate(metrics.SHORT_REPORTS, MODEL_AND_ROUTE), "prompts that nodes report too short"),
             ), "reqps"),
             Panel("Hit rate by route", (
                 Query(_ratio(metrics.CACHED_TOKENS, metrics.PROMPT_TOKENS, MODEL_AND_ROUTE, "model, route"),

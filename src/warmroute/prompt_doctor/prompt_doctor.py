@@ -29,11 +29,20 @@ FORGET_S: Final = 600.0
 """A route without requests for this long has no findings."""
 
 
-NOT_COUNTED: Final = (
-    "The router cannot compare these prompts, because it does not know how many of their tokens were cached: the "
-    "policy does not look up caches, and responses do not report it. Set routing.policy to price, overlap or "
-    "approximate; or let clients request usage (stream_options.include_usage) and engines report cached tokens (vLLM: "
+_NOT_COUNTED: Final = (
+    "The router cannot compare these prompts, because it does not know how many of their tokens were cached: "
+)
+_LET_REPORT: Final = (
+    "et clients request usage (stream_options.include_usage) and engines report cached tokens (vLLM: "
     "--enable-prompt-tokens-details)."
+)
+NO_LOOKUPS: Final = (
+    f"{_NOT_COUNTED}the policy does not look up caches, and responses do not report it. Set routing.policy to price, "
+    f"overlap or approximate; or l{_LET_REPORT}"
+)
+NOT_LOOKED_UP: Final = (
+    f"{_NOT_COUNTED}they are shorter than index.min_prompt_tokens or the router cannot read them, and responses do not "
+    f"report it. L{_LET_REPORT}"
 )
 
 
@@ -63,9 +72,16 @@ class _Counted(NamedTuple):
 
 
 class PromptDoctor:
-    def __init__(self, requests: Callable[[RouteKey], int], now: Callable[[], float] = time.monotonic) -> None:
-        """`requests`: the number of complete requests of a route."""
+    def __init__(
+        self,
+        requests: Callable[[RouteKey], int],
+        looks_up_caches: Callable[[str], bool],
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`requests`: the number of complete requests of a route. `looks_up_caches`: whether the policy of the
+        route with this name does."""
         self._requests = requests
+        self._looks_up_caches = looks_up_caches
         self._now = now
         self.samples = PromptSamples()
         self.reports: dict[RouteKey, RouteReport] = {}
@@ -243,9 +259,12 @@ class PromptDoctor:
                     "samples": report.samples,
                     "agrees_until": report.agrees_until,
                     "common_share": round(report.common_share, 3),
-                    "unavailable": NOT_COUNTED if report is _UNCOUNTED else "",
+                    "unavailable": self._why_unavailable(route) if report is _UNCOUNTED else "",
                 }
                 for (model, route), report in sorted(self.reports.items())
             ],
             "findings": [finding.describe(wall_s, show_text) for finding in self.findings],
         }
+
+    def _why_unavailable(self, route: str) -> str:
+        return NOT_LOOKED_UP if self._looks_up_caches(route) else NO_LOOKUPS

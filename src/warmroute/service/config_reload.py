@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from warmroute.config import Config, ConfigError, describe_changes, keys_needing_restart
-from warmroute.event_log import EventLog
+from warmroute.event_log import EventLog, where_it_failed
 from warmroute.service.process_exit import reconfigure_exit
 from warmroute.telemetry import log as logs
+from warmroute.telemetry.alerts import Alert
 from warmroute.telemetry.router_metrics import Reloads
 
 if TYPE_CHECKING:
@@ -29,6 +31,8 @@ class ConfigReload:
         self.reloads = Reloads()
         self.changed: list[str] = []
         """What the last reload has changed."""
+        self._last: dict[str, Any] | None = None
+        """The last reload, for the live page."""
 
     def reload(self, reason: str = "admin API") -> str | None:
         """Apply a changed configuration and changed certificates. Running requests continue. Return the error if they
@@ -36,21 +40,36 @@ class ConfigReload:
         log.info("reload_requested", reason=reason)
         systemd = self._service.systemd
         systemd.reloading()
-        problem = self._record(lambda: self._reload_config() or self._service.certificates.reload())
+        problem = self._record(reason, lambda: self._reload_config() or self._service.certificates.reload())
         systemd.ready(f"The configuration was rejected: {problem}" if problem else f"{len(self._service.fleet)} nodes")
         return problem
 
     def certificates_changed(self) -> None:
-        self._record(self._service.certificates.reload)
+        self.changed = []
+        self._record("certificates changed", self._service.certificates.reload)
 
-    def _record(self, reload: Callable[[], str | None]) -> str | None:
-        success = False
+    def _record(self, reason: str, reload: Callable[[], str | None]) -> str | None:
         try:
-            error = reload()
-            success = error is None
-            return error
-        finally:
-            self.reloads.record(success)
+            problem = reload()
+        except Exception as error:
+            self._ended(reason, f"internal error: {where_it_failed(error)}")
+            raise
+        self._ended(reason, problem)
+        return problem
+
+    def _ended(self, reason: str, problem: str | None) -> None:
+        self.reloads.record(problem is None)
+        last, now_s = self._last, round(time.time(), 1)
+        if last is not None and last["error"] is None and problem is None and not self.changed:
+            self._last = {**last, "checked": now_s}  # a file's change and a signal often come together
+            return
+        self._last = {
+            "time": now_s,
+            "checked": now_s,
+            "reason": reason,
+            "error": None if problem is None else shortened(problem),
+            "changed": list(self.changed),
+        }
 
     def _reload_config(self) -> str | None:
         service, before = self._service, self.current
@@ -117,6 +136,19 @@ class ConfigReload:
         """Return what the last reload has changed, and which of all changes take effect only after a restart."""
         return {"changed": self.changed, "needs_restart": self.needs_restart()}
 
+    def describe_last(self) -> dict[str, Any] | None:
+        """Return when and why a reload last changed something or failed, what it has changed or which error it met,
+        when the configuration was last found unchanged since then (`checked`), and which of all changes take effect
+        only after a restart; None before the first reload."""
+        return None if self._last is None else {**self._last, "needs_restart": self.needs_restart()}
+
+    def alerts(self, _now_s: float) -> Iterator[Alert]:
+        if self._last is not None and (error := self._last["error"]):
+            yield Alert(
+                id="config_rejected", severity="warning", title="The last reload of the configuration failed",
+                cause=error, what_to_do="Correct it and reload. The router keeps the previous configuration.",
+            )  # fmt: skip
+
     def api_key_envs(self) -> set[str]:
         """Return the environment variables with API keys. Provisioners do not change until a restart."""
         provisioners = (*self.current.provisioners, *self.started_with.provisioners)
@@ -131,7 +163,8 @@ class ConfigReload:
 
 
 def log_rejected(error: ConfigError) -> None:
-    reason = str(error)
-    if len(reason) > MAX_REASON:
-        reason = f"{reason[:MAX_REASON]}…"
-    log.error("config_rejected", "The router keeps the previous configuration.", reason=reason)
+    log.error("config_rejected", "The router keeps the previous configuration.", reason=shortened(str(error)))
+
+
+def shortened(reason: str) -> str:
+    return reason if len(reason) <= MAX_REASON else f"{reason[:MAX_REASON]}…"

@@ -146,7 +146,7 @@ class Service:
         self._trace_exporter = tracing[1] if tracing is not None else None
         self.traffic = Traffic()
         self.proxy.dispatcher.request_completed = self.traffic.request_completed
-        self.prompt_doctor = PromptDoctor(self.traffic.requests, now)
+        self.prompt_doctor = PromptDoctor(self.traffic.requests, self._looks_up_caches, now)
         self.set_prompt_doctor(config.prompt_doctor.enabled)
         self.listener = Listener(self.proxy, config.limits, self.timers, WRONG_KEY_DELAY_S)
         node_client = NodeClient(self.pools)
@@ -183,6 +183,7 @@ class Service:
             hit_rates,
             lambda _now_s: discovery_alerts(self.discovery),
             lambda now_s: cluster_alerts(self.member, now_s),
+            self.config_reload.alerts,
         )
         self.alert_webhook = create_webhook(config.alerts) if worker is None else None  # else the parent has it
         page = MetricsPage(
@@ -217,7 +218,8 @@ class Service:
         snapshot = LiveSnapshot(
             self.fleet, self.cache_view, queue, self.traffic, self.history, self.alerts,
             self.proxy.client_errors, self.journal,
-            lambda: self.config.routing.policy, self.describe_scaling, self.describe_prompts, now,
+            lambda: self.config.routing.policy, self.config_reload.describe_last, self.describe_scaling,
+            self.describe_prompts, now,
         )  # fmt: skip
         self.live_feed = LiveFeed(snapshot)
         self.describe_alerts = snapshot.describe_alerts
@@ -246,6 +248,10 @@ class Service:
     @property
     def config(self) -> Config:
         return self.config_reload.current
+
+    def _looks_up_caches(self, route: str) -> bool:
+        routing = self.config.routing
+        return next((one.routing(routing) for one in self.config.routes if one.name == route), routing).looks_up_caches
 
     def _create_scaling(self, config: Config, node_client: NodeClient) -> ScalingService:
         scaling = ScalingService(

@@ -14,7 +14,7 @@ from warmroute.fleet.fleet import Fleet
 from warmroute.fleet.health import HealthState
 from warmroute.telemetry.client_errors import is_client_error
 from warmroute.telemetry.counters import Counters
-from warmroute.telemetry.traffic import RouteTraffic, Traffic, ttft_percentile
+from warmroute.telemetry.traffic import RouteTraffic, TokenTraffic, Traffic, time_percentile
 
 FINE_S: Final = 1.0
 FINE_POINTS: Final = 120
@@ -35,6 +35,12 @@ class Point(NamedTuple):
     """An estimate."""
     ttft_p50_ms: float | None
     ttft_p90_ms: float | None
+    duration_p50_ms: float | None
+    """From arrival to the end of the response, streamed or not."""
+    duration_p90_ms: float | None
+    token_p50_ms: float | None
+    """Between two output tokens of a streamed response."""
+    token_p90_ms: float | None
     saved_gpus: float
     """GPU seconds of prefill saved per second, compared with a cold fleet."""
     round_robin_saved_gpus: float
@@ -62,7 +68,11 @@ class Sums(NamedTuple):
     output_tokens: int
     saved_gpu_ms: float
     round_robin_saved_gpu_ms: float
+    short_reports: int
     ttft_counts: tuple[int, ...]
+    token_counts: tuple[int, ...]
+    duration_counts: tuple[int, ...]
+    duration_sum_ms: float
 
     def since(self, before: Sums | None) -> Sums:
         if before is None:
@@ -77,7 +87,11 @@ class Sums(NamedTuple):
             self.output_tokens - before.output_tokens,
             self.saved_gpu_ms - before.saved_gpu_ms,
             self.round_robin_saved_gpu_ms - before.round_robin_saved_gpu_ms,
-            tuple([now - then for now, then in zip(self.ttft_counts, before.ttft_counts, strict=True)]),
+            self.short_reports - before.short_reports,
+            _difference(self.ttft_counts, before.ttft_counts),
+            _difference(self.token_counts, before.token_counts),
+            _difference(self.duration_counts, before.duration_counts),
+            self.duration_sum_ms - before.duration_sum_ms,
         )
 
     @property
@@ -89,15 +103,53 @@ class Sums(NamedTuple):
         return self.round_robin_tokens / self.prompt_tokens if self.prompt_tokens else None
 
     def ttft_ms(self, fraction: float) -> float | None:
-        return ttft_percentile(self.ttft_counts, fraction)
+        return time_percentile(self.ttft_counts, fraction)
+
+    def token_ms(self, fraction: float) -> float | None:
+        return time_percentile(self.token_counts, fraction)
+
+    def duration_ms(self, fraction: float) -> float | None:
+        return time_percentile(self.duration_counts, fraction)
+
+    @property
+    def token_at_most_ms(self) -> float | None:
+        """The time of all responses by their output tokens. It contains queue and prefill, so a token took less. It is
+        known for responses that are not streamed, too."""
+        return self.duration_sum_ms / self.output_tokens if self.output_tokens else None
+
+
+def _difference(now: tuple[int, ...], before: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple([one - other for one, other in zip(now, before, strict=True)])
 
 
 def sums_of(traffic: RouteTraffic) -> Sums:
     return Sums(
         traffic.requests, traffic.prompt_tokens, traffic.cached_tokens, traffic.predicted_tokens,
         traffic.reported_tokens, traffic.round_robin_tokens, traffic.output_tokens, traffic.saved_gpu_ms,
-        traffic.round_robin_saved_gpu_ms, tuple(traffic.ttft_counts),
+        traffic.round_robin_saved_gpu_ms, traffic.short_reports, tuple(traffic.ttft_counts),
+        tuple(traffic.inter_token.counts), tuple(traffic.duration.counts), traffic.duration.sum_ms,
     )  # fmt: skip
+
+
+class TenantSums(NamedTuple):
+    """The complete responses of one tenant, of all models."""
+
+    requests: int
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+
+    def plus(self, more: TenantSums | TokenTraffic) -> TenantSums:
+        return TenantSums(
+            self.requests + more.requests, self.prompt_tokens + more.prompt_tokens,
+            self.cached_tokens + more.cached_tokens, self.output_tokens + more.output_tokens,
+        )  # fmt: skip
+
+    def since(self, before: TenantSums) -> TenantSums:
+        return TenantSums(*[now - then for now, then in zip(self, before, strict=True)])
+
+
+NO_REQUESTS: Final = TenantSums(0, 0, 0, 0)
 
 
 class ScalingChange(NamedTuple):
@@ -125,6 +177,7 @@ class _WindowStart(NamedTuple):
     at_s: float
     total: Sums
     routes: dict[RouteKey, Sums]
+    tenants: dict[str, TenantSums]
     rejected: dict[RejectionKey, int]
 
 
@@ -188,6 +241,10 @@ class History:
             sums.round_robin_hit_ratio,
             sums.ttft_ms(0.5),
             sums.ttft_ms(0.9),
+            sums.duration_ms(0.5),
+            sums.duration_ms(0.9),
+            sums.token_ms(0.5),
+            sums.token_ms(0.9),
             sums.saved_gpu_ms / 1000.0 / seconds,
             sums.round_robin_saved_gpu_ms / 1000.0 / seconds,
             self._waiting(),
@@ -203,7 +260,10 @@ class History:
         """Return the current totals. A thread may call it while requests change them."""
         traffic = self._traffic
         routes = {key: sums_of(one) for key, one in traffic.by_route.copy().items()}
-        return _WindowStart(now_s, sums_of(traffic.total), routes, dict(self._counters.rejected_by_tenant))
+        tenants: dict[str, TenantSums] = {}
+        for (_model, tenant), one in traffic.by_tenant.copy().items():
+            tenants[tenant] = tenants.get(tenant, NO_REQUESTS).plus(one)
+        return _WindowStart(now_s, sums_of(traffic.total), routes, tenants, dict(self._counters.rejected_by_tenant))
 
     def _note_scaling(self) -> None:
         last = self._scaling()
@@ -220,13 +280,15 @@ class History:
         now = self._totals(now_s)
         start = self._window[0] if self._window else now
         routes = {key: sums.since(start.routes.get(key)) for key, sums in now.routes.items()}
+        tenants = {key: sums.since(start.tenants.get(key, NO_REQUESTS)) for key, sums in now.tenants.items()}
         rejected = {key: count - start.rejected.get(key, 0) for key, count in now.rejected.items()}
-        return Window(now_s - start.at_s, now.total.since(start.total), routes, rejected)
+        return Window(now_s - start.at_s, now.total.since(start.total), routes, tenants, rejected)
 
 
 class Window(NamedTuple):
     seconds: float
     total: Sums
     routes: Mapping[RouteKey, Sums]
+    tenants: Mapping[str, TenantSums]
     rejected: Mapping[RejectionKey, int]
     """By tenant, priority and reason."""

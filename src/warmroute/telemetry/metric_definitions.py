@@ -151,7 +151,15 @@ REPORTED_TOKENS: Final = _counter(
 OUTPUT_TOKENS: Final = _counter("output_tokens", "Output tokens, as nodes reported them.", "model", "route")
 ROUND_ROBIN_TOKENS: Final = _counter(
     "estimated_round_robin_cached_tokens",
-    "An estimate of the prompt tokens that would have been cached under round robin: the mean over all candidates.",
+    "An estimate of the prompt tokens that would have been cached under round robin: the mean over all candidates. "
+    "Each counts at most the prompt tokens that the node reported.",
+    "model",
+    "route",
+)
+SHORT_REPORTS: Final = _counter(
+    "short_prompt_reports",
+    "Responses whose nodes reported, for the whole prompt, less than 80 % of the tokens that the router expected to be "
+    "cached. Estimates count no more than what the nodes reported.",
     "model",
     "route",
 )

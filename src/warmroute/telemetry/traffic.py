@@ -143,7 +143,7 @@ def _counters(
     return found
 
 
-def ttft_percentile(counts: Sequence[int], fraction: float) -> float | None:
+def time_percentile(counts: Sequence[int], fraction: float) -> float | None:
     """Return a percentile in milliseconds, interpolated within its bucket; None without any response."""
     wanted = fraction * sum(counts)
     if not wanted:

@@ -70,6 +70,7 @@ class TrafficMetrics:
     @staticmethod
     def _add_route(page: Page, of_route: RouteTraffic, labels: str) -> None:
         page[metrics.ROUND_ROBIN_TOKENS].add(of_route.round_robin_tokens, labels)
+        page[metrics.SHORT_REPORTS].add(of_route.short_reports, labels)
         page[metrics.SAVED_PREFILL].add(of_route.saved_ms / 1000.0, labels)
         page[metrics.SAVED_GPU].add(of_route.saved_gpu_ms / 1000.0, labels)
         page[metrics.ROUND_ROBIN_SAVED_PREFILL].add(of_route.round_robin_saved_ms / 1000.0, labels)
