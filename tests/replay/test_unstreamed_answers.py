@@ -4,6 +4,7 @@ from the engines' own times, and keeps requests in its own queue, which is fair.
 from __future__ import annotations
 
 from itertools import count
+from random import Random
 from statistics import median
 
 import msgspec
@@ -12,6 +13,8 @@ from small_worlds import NEAR, assert_all_requests_ended, prompt, specs
 
 from warmroute.config import Config
 from warmroute.fake_engine.profiles import Profile, profile
+from warmroute.fleet.node_speed import NodeSpeed
+from warmroute.replay.simulation.conditions import Conditions
 from warmroute.replay.simulation.flight import Flight
 from warmroute.replay.simulation.simulated_node import SimulatedNode
 from warmroute.replay.simulation.world import World
@@ -67,6 +70,27 @@ def test_the_engines_own_times_teach_the_speed_of_a_node_that_nobody_streams_fro
     true = next(iter(streamed.nodes.values())).node
     assert node.speed.source == "learned"
     assert node.speed.ms_per_token == pytest.approx(true.speed.ms_per_token, rel=0.1)
+
+
+@pytest.mark.parametrize("engine", ["l4-1.5b", "h200-8b"])
+def test_whole_answers_teach_the_speed_of_a_node_whose_engine_reports_no_times(engine: str) -> None:
+    """Prompts and outputs of different lengths. Nearly all of the time is decoding."""
+    lengths = Random(3)
+    sizes = [(lengths.randint(200, 4000), lengths.randint(100, 300)) for _ in range(200)]
+
+    def learned(conditions: Conditions) -> NodeSpeed:
+        silent = [msgspec.structs.replace(spec, misreports=("load",)) for spec in specs(1, profile=profile(engine))]
+        world = World(silent, conditions, Config())
+        world.run(
+            prompt(number, tokens=tokens, output=output, at_ms=8000.0 * number)
+            for number, (tokens, output) in enumerate(sizes)
+        )
+        assert_all_requests_ended(world)
+        return next(iter(world.nodes.values())).node.speed
+
+    whole, streamed = learned(UNSTREAMED), learned(NEAR)
+    assert whole.source == "learned"
+    assert whole.ms_per_token == pytest.approx(streamed.ms_per_token, rel=0.35)
 
 
 @pytest.mark.parametrize("bound_by", ["batch", "prefill"])

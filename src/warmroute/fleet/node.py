@@ -30,6 +30,7 @@ from warmroute.fleet.node_speed import NodeSpeed
 from warmroute.fleet.outlier_detection import RecentRequests
 from warmroute.fleet.prefill_work import work
 from warmroute.fleet.reported_values import ReportedValues
+from warmroute.fleet.whole_answers import WholeAnswers
 
 if TYPE_CHECKING:
     from warmroute.fleet.failed_tries import FailedTry
@@ -59,9 +60,10 @@ class Node(NodeState):
     __slots__ = (
         "adapter_names", "api_key_env", "blocked_until_s", "busy_until_s", "concurrency", "config", "context_windows",
         "drained_by_hand", "draining", "engine", "engine_undetected", "excused_failures", "groups", "health", "host",
-        "incarnation", "island", "kv_connector", "last_failure", "last_progress_s", "last_served_s", "loaded_adapters",
-        "max_inflight", "model_cards", "models", "no_transfer_until_s", "number", "port", "rates", "recent_requests",
-        "reported", "role", "running", "scheme", "seed", "transfer_tokens", "url", "waiting", "whole_answers",
+        "incarnation", "island", "kv_connector", "last_failure", "last_progress_s", "last_served_s",
+        "loaded_adapters", "max_inflight", "model_cards", "models", "no_transfer_until_s", "number", "port", "rates",
+        "recent_requests", "reported", "role", "running", "scheme", "seed", "transfer_tokens", "url", "waiting",
+        "whole_answer_times", "whole_answers",
     )  # fmt: skip
 
     def __init__(self, config: NodeConfig, health: HealthConfig, adapters: FleetAdapters | None = None) -> None:
@@ -157,6 +159,7 @@ class Node(NodeState):
         self.latency_ms = 0.0
         """Moving average of the time a response takes."""
         self.speed = NodeSpeed()
+        self.whole_answer_times = WholeAnswers()
 
     def _apply_config(self, config: NodeConfig) -> None:
         self.config = config
@@ -294,6 +297,14 @@ class Node(NodeState):
                 step_ms = speed.step_ms if self.running > 1 else 0.0
                 speed.learn_reported(rates.new_prefills, done, took_ms, step_ms, now_s)
         rates.speed_answers = speed.answers
+
+    def learn_whole_answer(self, done: float, output_tokens: int, took_ms: float, now_s: float) -> None:
+        """Learn the speed from an answer that was not streamed, unless the engine reports the times of its prefills."""
+        answers = self.whole_answer_times
+        answers.add(done, output_tokens, took_ms)
+        ms_per_token = answers.ms_per_token if self.rates.mean_prefill is None else None
+        if ms_per_token is not None and done > 0.0:
+            self.speed.learn_reported(1, done, done * ms_per_token, 0.0, now_s)
 
     def drop_stale_load(self, stale_s: float, now_s: float) -> None:
         """Forget what the metrics reported if it is too old."""

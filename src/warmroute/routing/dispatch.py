@@ -42,8 +42,8 @@ class OtherPrompts(NamedTuple):
 
 class Dispatch(Ticket):
     __slots__ = (
-        "_cache_view", "_decode_speed", "_others", "_output_lengths", "_streams_since_s", "cached", "prediction",
-        "request",
+        "_cache_view", "_decode_speed", "_others", "_output_lengths", "_streams_since_s", "_whole_work", "cached",
+        "prediction", "request",
     )  # fmt: skip
     always_streams = False
     """Whether the node's work counts as that of a streamed response, whatever the client gets."""
@@ -65,10 +65,16 @@ class Dispatch(Ticket):
         self._streams_since_s = 0.0
         """Since when `output_lengths` counts the response among the streams under way; 0: it does not."""
         streams = (request.streams or self.always_streams) and others is None
+        waits = node.unstreamed_prefills
         self.open(node, now_s, decode_speed, streams, tokens, new, work)
         hides = prediction is not None and prediction.has_hidden_hits
+        loads = prediction is not None and prediction.store_tokens > 0
         if hides or (others is not None and any(one.has_hidden_hits for one in others.predictions)):
             self.has_hidden_hits = True
+        self._whole_work = 0.0
+        """The prefill work of an answer that is not streamed, if it is known and no other prompt seems to wait."""
+        if not streams and others is None and not (hides or loads or waits or node.waiting):
+            self._whole_work = work
         groups = self._groups = node.groups
         for group in groups:
             group.inflight += 1
@@ -114,11 +120,19 @@ class Dispatch(Ticket):
         each = output_tokens  # the output of one prompt: the node generates those of all prompts at the same time
         if each is not None and self._others is not None:
             each //= self._others.prompts
+        if self._whole_work and each is not None and each > 0:
+            self._learn_whole_answer(each, now_s)
         self.record_answer(each, now_s)
         if output_tokens is not None and each is not None:
             request = self.request
             self._output_lengths.record(request.model, request.tenant, each)
             prediction.record_output(output_tokens, now_s)
+
+    def _learn_whole_answer(self, output_tokens: int, now_s: float) -> None:
+        node = self.node
+        took_ms = (now_s - self.opened_s) * 1000.0 - node.round_trip_ms
+        if took_ms > 0.0:
+            node.learn_whole_answer(self._whole_work, output_tokens, took_ms, now_s)
 
     def close(self, outcome: Outcome, now_s: float) -> None:
         if self.release(outcome, now_s):
