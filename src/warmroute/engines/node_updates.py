@@ -63,6 +63,7 @@ def apply_load_report(node: Node, report: LoadReport, kv_events: KvEvents | None
         node.loaded_adapters.clear()
         node.rates.forget()
         node.concurrency.forget()
+        node.update_is_limited()
     node.update_rates(report.counters, now_s)
     node.loaded_adapters.update_running(report.adapters, report.adapter_slots)
     if kv_events is None:

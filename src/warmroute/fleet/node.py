@@ -60,7 +60,7 @@ class Node(NodeState):
     __slots__ = (
         "adapter_names", "api_key_env", "blocked_until_s", "busy_until_s", "concurrency", "config", "context_windows",
         "drained_by_hand", "draining", "engine", "engine_undetected", "excused_failures", "groups", "health", "host",
-        "incarnation", "island", "kv_connector", "last_failure", "last_progress_s", "last_served_s",
+        "incarnation", "is_limited", "island", "kv_connector", "last_failure", "last_progress_s", "last_served_s",
         "loaded_adapters", "max_inflight", "model_cards", "models", "no_transfer_until_s", "number", "port", "rates",
         "recent_requests", "reported", "role", "running", "scheme", "seed", "transfer_tokens", "url", "waiting",
         "whole_answer_times", "whole_answers",
@@ -74,6 +74,7 @@ class Node(NodeState):
         self.host = parts.hostname or ""
         self.port = parts.port or (443 if parts.scheme == "https" else 80)
         self.reported = ReportedValues(self.name)
+        self.concurrency = ConcurrencyLimit()
         self._apply_config(config)
         self.seed = key_hash(self.name.encode())
         """Seed for rendezvous hashing. Derived from the name, so that the address may change."""
@@ -127,7 +128,6 @@ class Node(NodeState):
         self.polled_s = -1e9
         self.polls = 0
         self.rates = EngineRates()
-        self.concurrency = ConcurrencyLimit()
         self.kv_pressure = 0.0
         """0 to 1: how much less KV memory is free than `kv_usage` says, because the engine preempts requests."""
         self.queue_ms = 0.0
@@ -169,6 +169,7 @@ class Node(NodeState):
         self.api_key_env = config.api_key_env
         self.max_inflight = config.max_inflight
         """Requests that it gets at the same time; 0: any number."""
+        self.update_is_limited()
 
     def update_config(self, config: NodeConfig) -> None:
         """Take over a changed configuration of the same endpoint. What the router learned about it stays, and
@@ -234,6 +235,10 @@ class Node(NodeState):
         """Whether a half-open node has no request that could be its trial. Older requests do not count."""
         return not self.inflight or self.last_ticket_s < self.health.half_open_s
 
+    def update_is_limited(self) -> None:
+        """Must follow each change of a limit: requests look at the limits only where there is one."""
+        self.is_limited = self.max_inflight > 0 or self.concurrency.most > 0
+
     @property
     def is_full(self) -> bool:
         """Whether the node has as many requests of this process and its peers as it may have."""
@@ -276,6 +281,7 @@ class Node(NodeState):
                 self.assume_prefilled(now_s)
             expected = self.unstreamed_prefills + self.inflight - self.unstreamed
             self.concurrency.reported(running, waiting, expected, self.inflight)
+            self.update_is_limited()
 
     def update_rates(self, counters: EngineCounters, now_s: float) -> None:
         """Take over the engine's counters. To be called after `update_load`."""
@@ -310,6 +316,7 @@ class Node(NodeState):
         """Forget what the metrics reported if it is too old."""
         if now_s - self.polled_s > stale_s:
             self.concurrency.forget()
+            self.update_is_limited()
             self.running = self.waiting = self.other_load = 0
             self.kv_usage = self.kv_delta = self.kv_pressure = self.queue_ms = 0.0
 

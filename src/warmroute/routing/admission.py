@@ -159,7 +159,7 @@ class Admission:
         """Return a decision for an eligible node, and whether that has room for the request. Raises NotAdmitted."""
         if self._has_threshold or not request.may_queue or request.deadline_s or request.total_deadline_s:
             decision = self._eligible(request, decision, now_s)
-        if decision.is_full or decision.entry_node.at_concurrency_limit:
+        if decision.is_limited and (decision.is_full or decision.entry_node.at_concurrency_limit):
             decision = self._below_limits(request, decision, now_s)
             if decision.is_full and not self._queues(request):
                 raise self._shed(NodesFull(decision.node.latency_ms / 1000.0 / max(1, decision.node.inflight)))
@@ -180,7 +180,7 @@ class Admission:
         return not work_ms or self.has_room(node, now_s, work_ms)
 
     def _fits(self, request: RoutingRequest, decision: Decision, now_s: float) -> bool:
-        if decision.is_full:
+        if decision.is_limited and decision.is_full:
             return False
         return decision.index < 0 or not self._queues(request) or self.has_room(decision.entry_node, now_s)
 
@@ -207,11 +207,12 @@ class Admission:
     def has_room(self, node: Node, now_s: float, more_ms: float = 0.0) -> bool:
         """Return whether the node has fewer requests than it may have, and little prefill work left, with this much
         more. An idle node has room."""
-        if node.is_full:
-            return False
-        if node.at_concurrency_limit:
-            node.concurrency.was_hit = True
-            return False
+        if node.is_limited:
+            if node.is_full:
+                return False
+            if node.at_concurrency_limit:
+                node.concurrency.was_hit = True
+                return False
         if (not node.inflight and not more_ms) or node.is_blocked(now_s):
             return not node.inflight
         turns = self.turns
@@ -409,7 +410,7 @@ class Admission:
         if self._has_threshold and (threshold := self._config_of(pending.request).queue_threshold):
             with suppress(NodeQueuesFull):  # it continues to wait
                 decision = eligible_nodes.below_queue_threshold(self._router, pending.request, decision, threshold)
-        if decision.is_full or decision.entry_node.at_concurrency_limit:
+        if decision.is_limited and (decision.is_full or decision.entry_node.at_concurrency_limit):
             decision = self._below_limits(pending.request, decision, now_s)
         self.queue.update_decision(key, queued, decision)
         return True

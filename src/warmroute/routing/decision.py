@@ -76,7 +76,12 @@ class Decision:
     @property
     def is_full(self) -> bool:
         """Whether a node that the request would be sent to has as many requests as it may have."""
-        return self.node.is_full or (self.pair is not None and self.pair.prefill_node.is_full)
+        return self.is_limited and (self.node.is_full or self.entry_node.is_full)
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether a node that the request would be sent to has a limit of its requests."""
+        return self.node.is_limited or (self.pair is not None and self.pair.prefill_node.is_limited)
 
     def fallbacks(self) -> list[Node]:
         """Return the other candidates, the best first."""
