@@ -167,6 +167,7 @@ def nodes(roles: tuple[Any, ...]) -> Iterator[NodeSpec]:
         )
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("fleet", FLEETS)
 @pytest.mark.parametrize("policy", ["price", "round_robin", "overlap"])
