@@ -88,7 +88,10 @@ class NodeAttempt:
         if head.status < 400:
             return self._exchange.response_started(self, head, first, whole, now_s)
         connection = self.connection
-        self._begin_error(head, first, whole)
+        if whole:
+            self.error = whole_error(head, first, self._exchange.keeps_error_text)
+        else:
+            self._begin_error(head, first, whole)
         if head.status >= 500 or head.status == 429:
             self.connection = None  # it closes itself, or is kept alive
         sink = self._exchange.response_started(self, head, first, whole, now_s)

@@ -14,7 +14,7 @@ import msgspec
 from warmroute.event_log import EventLog
 
 if TYPE_CHECKING:
-    from warmroute.fleet.node import Node, Outcome
+    from warmroute.fleet.node import Outcome
 
 log = EventLog("warmroute.fleet")
 
@@ -31,7 +31,7 @@ DECODE: Final = "decode"
 OTHER: Final = "other"
 
 
-class NodeError(msgspec.Struct, eq=False):
+class NodeError(msgspec.Struct, eq=False, gc=False):
     """What is kept of the body of a node's error response. The rest of the body may arrive after the request has gone
     to another node."""
 
@@ -46,8 +46,10 @@ class NodeError(msgspec.Struct, eq=False):
     """The beginning of the body; empty unless `journal.error_text` is set."""
 
 
-class FailedTry(msgspec.Struct, eq=False):
-    node: Node
+class FailedTry(msgspec.Struct, eq=False, gc=False):
+    """It refers to nothing but names and numbers, so that the many that a flood leaves cost no garbage collection."""
+
+    node: str
     role: str
     """WHOLE, HEDGE, PREFILL or DECODE."""
     outcome: Outcome
@@ -73,8 +75,8 @@ class FailedTryLog:
     """Collects the failed tries of all requests. `write` writes the lines."""
 
     def __init__(self) -> None:
-        self._unlogged: dict[Node, _Unlogged] = {}
-        self._logged_s: dict[Node, float] = {}
+        self._unlogged: dict[str, _Unlogged] = {}
+        self._logged_s: dict[str, float] = {}
 
     def add(self, failed: FailedTry, request_id: bytes) -> None:
         unlogged = self._unlogged.get(failed.node)
@@ -98,6 +100,6 @@ class FailedTryLog:
             log.warning(
                 "try_failed",
                 "The node did not complete a request.",
-                node=node.name, status=failed.status or None, reason=failed.reason, role=failed.role, **read,
+                node=node, status=failed.status or None, reason=failed.reason, role=failed.role, **read,
                 request_id=unlogged.request_id.decode("ascii", "replace"), left_out=unlogged.left_out,
             )  # fmt: skip

@@ -130,7 +130,7 @@ class Dispatcher:
         place on the node at once; else the caller calls `node_freed` later. `reason`: why it failed, if it did.
         `answered`: it may have answered with 5xx, although its `status` is not known."""
         if reason:
-            failed = FailedTry(ticket.node, role, outcome, status, reason, ticket.opened_s, now_s, error)
+            failed = FailedTry(ticket.node.name, role, outcome, status, reason, ticket.opened_s, now_s, error)
             if len(attempts.failed_tries) < MAX_TRIES:
                 attempts.failed_tries += (failed,)
             if outcome is not Outcome.REJECTED:  # which is the client's mistake

@@ -143,10 +143,8 @@ class Journal:
         entry.end = (outcome, ticket.node, tried, status, ticket.first_token_s, now_s)
         if entry.record.considered > KEEP_ALL_UP_TO:
             entry.record.keep_best(MAX_CANDIDATES)
-        if outcome is Outcome.REJECTED:
-            self._rejected.append(entry)
-        elif outcome is not Outcome.OK and outcome is not Outcome.CANCELLED:
-            self._failed.append(entry)
+        if outcome in FAILED:
+            (self._rejected if outcome is Outcome.REJECTED else self._failed).append(entry)
         ratio = self.config.sample_ratio
         if self._writes and (ratio >= 1.0 or self._random.random() < ratio):
             if len(self._pending) < MAX_PENDING:
@@ -324,7 +322,7 @@ def _arrived_s(entry: Entry) -> float:
 def describe_failed_try(failed: FailedTry) -> dict[str, Any]:
     error = failed.error
     return {
-        "node": failed.node.name,
+        "node": failed.node,
         "role": failed.role,
         "outcome": failed.outcome.name.lower(),
         "status": failed.status or None,
