@@ -187,6 +187,15 @@ def not_found(path: str) -> HttpError:
     return HttpError(404, message, code="not_found")
 
 
+def path_not_served(target: bytes) -> HttpError:
+    path = target.partition(b"?")[0].decode("ascii", "replace")[:200]
+    message = (
+        f"The engine answered 404 to POST {path}: it does not serve this path. Use a path that the engine serves, "
+        "or ask the operator for an engine that serves this one."
+    )
+    return HttpError(404, message, code="path_not_served")
+
+
 def model_not_found(model: str) -> HttpError:
     message = f"The model `{model[:200]}` does not exist. GET /v1/models lists the models that do."
     return HttpError(404, message, code="model_not_found", param="model")

@@ -18,6 +18,7 @@ from warmroute.edge.error_body import ErrorBody
 from warmroute.edge.first_token import FirstTokenDetector, detector_for
 from warmroute.edge.http1 import CHUNKED, UNTIL_CLOSE, ChunkReader, RequestHead, ResponseHead
 from warmroute.edge.last_event import MAX_TAIL_BYTES, has_last_event
+from warmroute.edge.missing_paths import MAX_JUDGED_BYTES, lacks_path
 from warmroute.edge.node_attempt import NodeAttempt
 from warmroute.edge.node_connection import ConnectFailure, NodeConnection
 from warmroute.edge.node_headers import names_node, node_lines
@@ -76,6 +77,9 @@ class ProxyExchange:
     _first_token_detector: FirstTokenDetector
     _sink: Callable[[bytes], object]
     """Where the body goes once its first token was found."""
+    _not_found: bytearray | None = None
+    """A node's 404 that the client has not received yet: the node may lack the path."""
+    _not_found_head: ResponseHead
 
     def __init__(self, proxy: Proxy, client: ClientConnection, head: RequestHead, body: bytes) -> None:
         self._proxy = proxy
@@ -227,6 +231,16 @@ class ProxyExchange:
                 return None
         elif not attempts.response_started(status, retry_after_s, now_s, error):
             return None
+        if status == 404 and len(first) <= MAX_JUDGED_BYTES:
+            self._not_found, self._not_found_head = bytearray(first), head
+            return self._keep_not_found
+        return self._begin_response(attempt, head, first, whole, now_s)
+
+    def _begin_response(
+        self, attempt: NodeAttempt, head: ResponseHead, first: bytes, whole: bool, now_s: float
+    ) -> Callable[[bytes], object]:
+        """Pass on the head with the part of the body that has arrived. Return what takes the rest."""
+        status, attempts = head.status, self.attempts
         proxy, client = self._proxy, self._client
         length = head.length
         self._framing = length
@@ -267,7 +281,7 @@ class ProxyExchange:
                 self._tail = tail = ResponseTail(MAX_TAIL_BYTES if self._events else USAGE_TAIL_BYTES)
                 tail.keep(first)
                 write = self._keeping_tail(write, tail)
-        if error is not None and attempt.error_body is not None:
+        if attempt.error_body is not None:
             attempts.first_token(now_s)
             return self._keeping_error(write, attempt.error_body)
         detector = detector_for(head) if self._events else None
@@ -279,6 +293,22 @@ class ProxyExchange:
         self._first_token_detector = detector
         self._sink = write
         return self._write_until_first_token
+
+    def _keep_not_found(self, data: bytes) -> None:
+        held, attempt = self._not_found, self._attempt
+        assert held is not None and attempt is not None
+        held += data
+        if attempt.error_body is not None:
+            attempt.error_body.feed(data)
+        if len(held) > MAX_JUDGED_BYTES:
+            sink = self._pass_not_found(attempt, False)
+            if attempt.connection is not None:
+                attempt.connection.replace_sink(sink)
+
+    def _pass_not_found(self, attempt: NodeAttempt, whole: bool) -> Callable[[bytes], object]:
+        held, self._not_found = self._not_found, None
+        assert held is not None
+        return self._begin_response(attempt, self._not_found_head, bytes(held), whole, self._proxy.now())
 
     def _write_until_first_token(self, data: bytes) -> None:
         self._sink(data)
@@ -321,6 +351,15 @@ class ProxyExchange:
             self._client.write(b"".join(pieces))
 
     def response_ended(self, now_s: float) -> None:
+        held, attempt = self._not_found, self._attempt
+        if held is not None and attempt is not None:
+            if lacks_path(self._not_found_head, bytes(held)):
+                self._not_found = None
+                self._end_response(now_s)
+                self._client.send_error(errors.path_not_served(self._head.target), self.attempts.request_id)
+                self.forget()
+                return
+            self._pass_not_found(attempt, True)
         self._ended = True
         if self._tail is not None:
             now_s = self._proxy.now()  # later than the first byte, though both came at once: no response takes no time
@@ -345,6 +384,8 @@ class ProxyExchange:
     def response_broke(self, reason: str, frames: ChunkReader | None) -> None:
         """The client has a part of the response: end it so that no client takes it for complete."""
         proxy = self._proxy
+        if self._not_found is not None and self._attempt is not None:
+            self._pass_not_found(self._attempt, False)
         self.attempts.response_broke(reason, proxy.now())
         why = errors.upstream_broken()
         if self.trace is not None:
@@ -417,7 +458,7 @@ class ProxyExchange:
         must not stay in memory until the next garbage collection."""
         self.body = b""
         self.outline = None
-        self._attempt = self._prefill = None
+        self._attempt = self._prefill = self._not_found = None
         self.attempts.driver = self._proxy.ended
         if self._dechunk is not None:
             self._sink = self._client.write

@@ -21,15 +21,17 @@ from warmroute.edge.timer_wheel import TimerWheel
 from warmroute.event_log import EventLog
 from warmroute.fake_engine.core import EngineConfig, Timing
 from warmroute.fake_engine.core.shared_store import SharedStore
-from warmroute.fake_engine.server import metrics_page, request_bodies, vllm_errors
+from warmroute.fake_engine.server import embeddings_api, messages_api, metrics_page, request_bodies, vllm_errors
 from warmroute.fake_engine.server.engine_clock import EngineClock
 from warmroute.fake_engine.server.fake_tokenizer import Tokenizer
 from warmroute.fake_engine.server.faults import Fault, Faults
 from warmroute.fake_engine.server.generation import PlannedResponse, ResponsePlanner, respond
 from warmroute.fake_engine.server.kv_event_publisher import BUFFER_BATCHES, HIGH_WATER_MARK, EventPublisher
 from warmroute.fake_engine.server.kv_transfers import FETCH_PATH, KvTransfers
+from warmroute.fake_engine.server.messages_api import AnthropicError
 from warmroute.fake_engine.server.rank import Rank
 from warmroute.fake_engine.server.request_bodies import decode_body
+from warmroute.fake_engine.server.responses_api import ResponsesRequest
 from warmroute.fake_engine.server.vllm_errors import ApiError
 
 log = EventLog("warmroute.fake_engine")
@@ -104,6 +106,10 @@ class EngineServer:
         self._routes: dict[str, dict[str, Endpoint]] = {
             "/v1/chat/completions": {"POST": self._chat},
             "/v1/completions": {"POST": self._completion},
+            "/v1/responses": {"POST": self._response},
+            "/v1/messages": {"POST": self._message},
+            "/v1/messages/count_tokens": {"POST": self._count_message_tokens},
+            "/v1/embeddings": {"POST": self._embeddings},
             "/v1/models": {"GET": self._models},
             "/tokenize": {"POST": self._tokenize},
             "/detokenize": {"POST": self._detokenize},
@@ -204,7 +210,8 @@ class EngineServer:
                 await pending
         except ApiError as error:
             status = error.status
-            responder.reply(status, error.body())
+            is_anthropic = request.path.startswith("/v1/messages")
+            responder.reply(status, AnthropicError(error).body() if is_anthropic else error.body())
         except _PlainError as error:
             status = error.status
             responder.reply(status, msgspec.json.encode({"detail": str(error)}))
@@ -226,12 +233,36 @@ class EngineServer:
         body = decode_body(request.body, request_bodies.CompletionRequest)
         return self._generate(self._planner.completion(body), request, responder)
 
+    def _response(self, request: Request, responder: Responder) -> Awaitable[None]:
+        self._raise_fault()
+        body = decode_body(request.body, ResponsesRequest)
+        return self._generate(self._planner.response(body), request, responder)
+
+    def _message(self, request: Request, responder: Responder) -> Awaitable[None]:
+        self._raise_fault()
+        body = decode_body(request.body, messages_api.MessagesRequest)
+        return self._generate(self._planner.message(body), request, responder)
+
+    def _count_message_tokens(self, request: Request, responder: Responder) -> None:
+        body = decode_body(request.body, messages_api.CountTokensRequest)
+        _reply(responder, {"input_tokens": len(self._planner.message_tokens(body))})
+
+    def _embeddings(self, request: Request, responder: Responder) -> Awaitable[None]:
+        self._raise_fault()
+        body = decode_body(request.body, embeddings_api.EmbeddingsRequest)
+        planner, config = self._planner, self.config
+        planner.check_model(body.model)
+        inputs = embeddings_api.input_tokens(body, config.tokenizer, planner.max_model_len)
+        lora_name = body.model if body.model in config.loras else None
+        return embeddings_api.respond(
+            body, inputs, body.model or config.model, lora_name, self._rank_for(request), _request_id(request),
+            responder, config.engine.block_size,
+        )  # fmt: skip
+
     def _generate(self, planned: PlannedResponse, request: Request, responder: Responder) -> Awaitable[None]:
-        rank = self._rank_for(request)
-        request_id = request.head.request_id.decode("ascii", "replace") or os.urandom(8).hex()
         return respond(
-            planned, rank, request_id, responder, self.config.engine.block_size, self.faults.early_event,
-            self.kv_transfers,
+            planned, self._rank_for(request), _request_id(request), responder, self.config.engine.block_size,
+            self.faults.early_event, self.kv_transfers,
         )  # fmt: skip
 
     def _raise_fault(self) -> None:
@@ -394,6 +425,10 @@ class _PlainError(Exception):
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
         self.status = status
+
+
+def _request_id(request: Request) -> str:
+    return request.head.request_id.decode("ascii", "replace") or os.urandom(8).hex()
 
 
 def _reply(responder: Responder, value: Any) -> None:

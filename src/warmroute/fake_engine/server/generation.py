@@ -21,9 +21,10 @@ import msgspec
 
 from warmroute.edge.async_handler import Responder
 from warmroute.fake_engine.core import EngineRequest, Finished, TokenContent
-from warmroute.fake_engine.server import response_bodies, vllm_errors
+from warmroute.fake_engine.server import messages_api, responses_api, vllm_errors
 from warmroute.fake_engine.server.fake_tokenizer import Tokenizer
 from warmroute.fake_engine.server.kv_transfers import KvTransfers, TransferFailed
+from warmroute.fake_engine.server.messages_api import CountTokensRequest, MessagesFormat, MessagesRequest
 from warmroute.fake_engine.server.rank import Rank
 from warmroute.fake_engine.server.request_bodies import (
     ChatRequest,
@@ -31,13 +32,14 @@ from warmroute.fake_engine.server.request_bodies import (
     GenerationRequest,
     check_messages,
 )
-from warmroute.fake_engine.server.response_bodies import StreamEvents, Usage, json_text
+from warmroute.fake_engine.server.response_bodies import OpenAIFormat, ResponseFormat, Usage, json_text
+from warmroute.fake_engine.server.responses_api import ResponsesFormat, ResponsesRequest
 
 
 class PlannedResponse(msgspec.Struct):
     """A validated request, with the output that it will get."""
 
-    chat: bool
+    body: GenerationRequest
     model: str
     lora_name: str | None
     prompt: list[int]
@@ -47,10 +49,16 @@ class PlannedResponse(msgspec.Struct):
     finish_reason: str
     max_tokens: int
     stream: bool
-    include_usage: bool
-    priority: int
-    cache_salt: str | None
-    kv_transfer_params: dict[str, Any] | None = None
+
+    def format(self, request_id: str) -> ResponseFormat:
+        """Return what encodes the response."""
+        body, created = self.body, int(time.time())
+        if isinstance(body, ResponsesRequest):
+            return ResponsesFormat(request_id, created, self.model, body)
+        if isinstance(body, MessagesRequest):
+            return MessagesFormat(request_id, self.model, len(self.prompt))
+        include_usage = body.stream_options is not None and body.stream_options.include_usage
+        return OpenAIFormat(isinstance(body, ChatRequest), request_id, created, self.model, include_usage)
 
 
 class ResponsePlanner:
@@ -75,7 +83,19 @@ class ResponsePlanner:
     def chat(self, body: ChatRequest) -> PlannedResponse:
         self._check(body)
         prompt = self.chat_tokens(body.messages, body.tools, body.add_generation_prompt)
-        return self._plan(body, True, prompt, body.max_completion_tokens or body.max_tokens)
+        return self._plan(body, prompt, body.max_completion_tokens or body.max_tokens)
+
+    def response(self, body: ResponsesRequest) -> PlannedResponse:
+        self._check(body)
+        prompt = self.chat_tokens(responses_api.chat_messages(body), responses_api.chat_tools(body), True)
+        return self._plan(body, prompt, body.max_output_tokens)
+
+    def message(self, body: MessagesRequest) -> PlannedResponse:
+        return self._plan(body, self.message_tokens(body), body.max_tokens)
+
+    def message_tokens(self, body: CountTokensRequest) -> list[int]:
+        self._check(body)
+        return self.chat_tokens(messages_api.chat_messages(body), messages_api.chat_tools(body), True)
 
     def chat_tokens(self, messages: list[dict[str, Any]], tools: Any, generation_prompt: bool) -> list[int]:
         check_messages(messages)
@@ -87,11 +107,14 @@ class ResponsePlanner:
 
     def completion(self, body: CompletionRequest) -> PlannedResponse:
         self._check(body)
-        return self._plan(body, False, self._prompt_tokens(body), body.max_tokens)
+        return self._plan(body, self._prompt_tokens(body), body.max_tokens)
+
+    def check_model(self, model: str | None) -> None:
+        if model is not None and model != self.model and model not in self.loras:
+            raise vllm_errors.unknown_model(model)
 
     def _check(self, body: GenerationRequest) -> None:
-        if body.model is not None and body.model != self.model and body.model not in self.loras:
-            raise vllm_errors.unknown_model(body.model)
+        self.check_model(body.model)
         if body.n not in (1, None):
             raise vllm_errors.bad_request("The simulated engine generates one choice: n must be 1.", "n")
 
@@ -115,7 +138,7 @@ class ResponsePlanner:
             raise vllm_errors.bad_request("The decoder prompt cannot be empty", "prompt")
         return tokens
 
-    def _plan(self, body: GenerationRequest, chat: bool, prompt: list[int], max_tokens: int | None) -> PlannedResponse:
+    def _plan(self, body: GenerationRequest, prompt: list[int], max_tokens: int | None) -> PlannedResponse:
         room = self.max_model_len - len(prompt)
         if room < 1 or (max_tokens or 1) > room:
             raise vllm_errors.too_long(self.max_model_len, len(prompt), max_tokens or 0)
@@ -130,7 +153,7 @@ class ResponsePlanner:
             output.append(self.tokenizer.end_of_turn)
             texts.append("")
         return PlannedResponse(
-            chat=chat,
+            body=body,
             model=body.model or self.model,
             lora_name=body.model if body.model in self.loras else None,
             prompt=prompt,
@@ -139,10 +162,6 @@ class ResponsePlanner:
             finish_reason="stop" if ends else "length",
             max_tokens=max_tokens or room,
             stream=bool(body.stream),
-            include_usage=body.stream_options is not None and body.stream_options.include_usage,
-            priority=body.priority,
-            cache_salt=body.cache_salt,
-            kv_transfer_params=body.kv_transfer_params,
         )
 
     def _output_seed(self, prompt: list[int], seed: int | None) -> int:
@@ -164,10 +183,10 @@ async def respond(
 
     `early_event`: what a stream sends at once (see faults.py). `kv_transfers`: set if the engine has a KV connector."""
     writer = _ResponseWriter(planned, request_id, responder, block_size)
-    params = planned.kv_transfer_params or {}
+    params, salt = planned.body.kv_transfer_params or {}, planned.body.cache_salt
     content = TokenContent(
-        planned.prompt + planned.output, block_size, lora_name=planned.lora_name, cache_salt=planned.cache_salt
-    )
+        planned.prompt + planned.output, block_size, lora_name=planned.lora_name, cache_salt=salt
+    )  # fmt: skip
     key = f"{request_id}-{os.urandom(4).hex()}"  # clients choose request ids, and may use one twice
     fetches = kv_transfers is not None and bool(params.get("do_remote_prefill"))
     request = EngineRequest(
@@ -175,9 +194,9 @@ async def respond(
         len(planned.prompt),
         len(planned.output),
         content,
-        priority=planned.priority,
+        priority=planned.body.priority,
         lora_name=planned.lora_name,
-        cache_salt=planned.cache_salt,
+        cache_salt=salt,
         remote_tokens=len(planned.prompt) if fetches else 0,
     )
     if kv_transfers is not None and params.get("do_remote_decode") and not planned.stream:
@@ -206,9 +225,7 @@ class _ResponseWriter:
     __slots__ = (
         "_block_size",
         "_cached_tokens",
-        "_created",
-        "_events",
-        "_id",
+        "_format",
         "_next",
         "_planned",
         "_request_id",
@@ -223,9 +240,7 @@ class _ResponseWriter:
         self._responder = responder
         self._block_size = block_size
         self._request_id = request_id
-        self._id = f"{'chatcmpl' if planned.chat else 'cmpl'}-{request_id}"
-        self._created = int(time.time())
-        self._events = StreamEvents(planned.chat, self._id, self._created, planned.model)
+        self._format = planned.format(request_id)
         self._next = 0
         self._role_sent = False
         self._cached_tokens = 0
@@ -236,16 +251,16 @@ class _ResponseWriter:
     def send_early(self, event: str) -> None:
         if event == "early_role":
             self._role_sent = True
-            self._responder.write(self._events.start() or b": ping\n\n")
+            self._responder.write(self._format.start() or b": ping\n\n")
         else:
             self._responder.write(b": ping\n\n")
 
     def first_token(self, cached_tokens: int) -> None:
         self._cached_tokens = cached_tokens
         if self._planned.stream and not self._responder.ended:
-            events = b"" if self._role_sent else self._events.start()
+            events = b"" if self._role_sent else self._format.start()
             if len(self._planned.output) > 1:
-                events += self._events.token(json_text(self._planned.texts[0]))
+                events += self._format.token(json_text(self._planned.texts[0]))
             if events:
                 self._responder.write(events)
         self._next = 1
@@ -255,7 +270,7 @@ class _ResponseWriter:
         index = self._next
         self._next = index + 1
         if planned.stream and self._next < len(planned.output) and not self._responder.ended:
-            self._responder.write(self._events.token(json_text(planned.texts[index])))
+            self._responder.write(self._format.token(json_text(planned.texts[index])))
 
     def finished(self, outcome: Finished) -> None:
         if self.done.done() or self._responder.ended:
@@ -264,19 +279,15 @@ class _ResponseWriter:
         aborted = outcome.reason == "abort"  # the engine was put to sleep
         reason = "abort" if aborted else planned.finish_reason
         usage = self._usage(outcome.output_tokens)
+        generated = "".join(planned.texts[: outcome.output_tokens])
         if planned.stream:
             text = b"" if aborted else json_text(planned.texts[-1])
-            end = self._events.last_token(text, reason, planned.include_usage)
-            if planned.include_usage:
-                end += self._events.usage(usage)
-            self._responder.write(end + response_bodies.DONE)
+            self._responder.write(self._format.end(text, generated, reason, usage))
             self._responder.end()
         else:
-            encode = response_bodies.chat_response if planned.chat else response_bodies.completion_response
-            generated = "".join(planned.texts[: outcome.output_tokens])
-            body = encode(self._id, self._created, planned.model, generated, reason, usage)
+            body = self._format.whole(generated, reason, usage)
             if self.pin is not None and not aborted:
-                params = msgspec.json.encode(self.pin(self._id, len(planned.prompt)))
+                params = msgspec.json.encode(self.pin(self._format.id, len(planned.prompt)))
                 body = body.replace(b'"kv_transfer_params":null', b'"kv_transfer_params":' + params)
             self._responder.reply(200, body, headers=(("X-Request-Id", self._request_id),))
         self.done.set_result(None)
@@ -285,7 +296,7 @@ class _ResponseWriter:
         """Answer as vLLM does if it cannot load the KV cache: a stream has begun by then."""
         error = vllm_errors.internal_error()
         if self._planned.stream:
-            self._responder.write(self._events.start() + b"data: %b\n\n" % error.body() + response_bodies.DONE)
+            self._responder.write(self._format.failed(error))
             self._responder.end()
         else:
             self._responder.reply(error.status, error.body())
@@ -298,5 +309,6 @@ class _ResponseWriter:
     def _usage(self, output_tokens: int) -> Usage:
         prompt_tokens = len(self._planned.prompt)
         in_full_blocks = prompt_tokens // self._block_size * self._block_size
-        created = in_full_blocks - self._cached_tokens if self._planned.chat else None
+        chat = isinstance(self._planned.body, ChatRequest)
+        created = in_full_blocks - self._cached_tokens if chat else None
         return Usage(prompt_tokens, output_tokens, self._cached_tokens, created)

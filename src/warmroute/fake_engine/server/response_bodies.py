@@ -5,9 +5,11 @@ The parts that all events of a stream share are encoded once. An event is these 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
+
+from warmroute.fake_engine.server.vllm_errors import ApiError
 
 FINGERPRINT = "vllm-0.32.0-warmroute-sim"
 DONE = b"data: [DONE]\n\n"
@@ -45,10 +47,35 @@ def json_text(text: str) -> bytes:
     return _encode(text)[1:-1]
 
 
-class StreamEvents:
-    """Encodes the server-sent events of one response."""
+class ResponseFormat(Protocol):
+    """Encodes one response of an API: as events, or as a whole."""
 
-    def __init__(self, chat: bool, response_id: str, created: int, model: str) -> None:
+    id: str
+
+    def start(self) -> bytes:
+        """The events before the first token; empty if the API has none."""
+
+    def token(self, text: bytes) -> bytes:
+        """The event of a token. `text`: encoded by `json_text`."""
+
+    def end(self, text: bytes, generated: str, reason: str, usage: Usage) -> bytes:
+        """The events that end the stream. `text`: of the last token, `generated`: the whole text."""
+
+    def whole(self, generated: str, reason: str, usage: Usage) -> bytes:
+        """The response if it does not stream."""
+
+    def failed(self, error: ApiError) -> bytes:
+        """The events that end a stream with an error."""
+
+
+class OpenAIFormat:
+    """Responses of chat completions and completions. Implements ResponseFormat."""
+
+    def __init__(self, chat: bool, request_id: str, created: int, model: str, include_usage: bool) -> None:
+        self.id = response_id = f"{'chatcmpl' if chat else 'cmpl'}-{request_id}"
+        self._created = created
+        self._model = model
+        self._include_usage = include_usage
         kind = "chat.completion.chunk" if chat else "text_completion"
         self._head = b"data: " + _encode({"id": response_id, "object": kind, "created": created, "model": model})[:-1]
         before = b'"delta":{"content":"' if chat else b'"text":"'
@@ -61,7 +88,6 @@ class StreamEvents:
         self._chat = chat
 
     def start(self) -> bytes:
-        """The event before the first token. Completions have none."""
         if not self._chat:
             return b""
         return self._head + (
@@ -72,18 +98,29 @@ class StreamEvents:
     def token(self, text: bytes) -> bytes:
         return self._before + text + self._after
 
-    def last_token(self, text: bytes, reason: str, usage_follows: bool) -> bytes:
+    def end(self, text: bytes, generated: str, reason: str, usage: Usage) -> bytes:
+        events = self._last_token(text, reason)
+        return (events + self._usage(usage) if self._include_usage else events) + DONE
+
+    def whole(self, generated: str, reason: str, usage: Usage) -> bytes:
+        encode = chat_response if self._chat else completion_response
+        return encode(self.id, self._created, self._model, generated, reason, usage)
+
+    def failed(self, error: ApiError) -> bytes:
+        return self.start() + b"data: %b\n\n" % error.body() + DONE
+
+    def _last_token(self, text: bytes, reason: str) -> bytes:
         fields = b'"logprobs":null,"finish_reason":"%b","stop_reason":null,' % reason.encode()
         if self._chat:
             fields = b'"},' + fields
         else:
             fields = b'",' + fields + b'"prompt_token_ids":null,'
         end = b'"token_ids":null}]'
-        if not usage_follows:
+        if not self._include_usage:
             end += b',"system_fingerprint":"%b"' % FINGERPRINT.encode()
         return self._before + text + fields + end + b"}\n\n"
 
-    def usage(self, usage: Usage) -> bytes:
+    def _usage(self, usage: Usage) -> bytes:
         fields = _usage_fields(usage, with_nulls=False)
         tail = _encode({"choices": [], "usage": fields, "system_fingerprint": FINGERPRINT})
         return self._head + b"," + tail[1:] + b"\n\n"

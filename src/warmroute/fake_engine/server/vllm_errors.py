@@ -32,6 +32,10 @@ def unknown_model(model: str) -> ApiError:
     return ApiError(404, "NotFoundError", f"The model `{model}` does not exist.", "model")
 
 
+def unknown_response(response_id: str) -> ApiError:
+    return ApiError(404, "invalid_request_error", f"Response with id '{response_id}' not found.", "response_id")
+
+
 def too_long(limit: int, prompt_tokens: int, output_tokens: int) -> ApiError:
     total = prompt_tokens + output_tokens
     return bad_request(
