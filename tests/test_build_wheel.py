@@ -158,7 +158,7 @@ def test_a_wheel_of_a_source_distribution_contains_nothing_of_an_earlier_build(
 
 
 @pytest.mark.build
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(3600)
 def test_one_command_installs_the_compiled_build_from_a_checkout_and_from_a_source_distribution(
     checkout: Path, setuptools_alone: Path, tmp_path: Path
 ) -> None:
