@@ -148,12 +148,17 @@ class BodyReader:
     def reserve(self, size: int) -> None:
         """Count bytes against the memory limit of all bodies. Raises HttpError if it is reached."""
         listener = self._listener
-        listener.bodies.reserve(self.tenant, size, listener.limits.buffered_bytes)
+        bodies, limit = listener.bodies, listener.limits.buffered_bytes
+        if self.tenant is None and bodies.total_bytes + size <= limit:
+            bodies.total_bytes += size  # without a call: most routers have one tenant
+        else:
+            bodies.reserve(self.tenant, size, limit)
         self.held_bytes += size
 
     def release(self) -> None:
         """The body is no longer needed."""
-        self._listener.bodies.release(self.tenant, self.held_bytes)
-        self.held_bytes = 0
+        if self.held_bytes:
+            self._listener.bodies.release(self.tenant, self.held_bytes)
+            self.held_bytes = 0
         if self._data:
             self._data.take()
