@@ -46,6 +46,8 @@ Usage = tuple[int | None, int | None, int | None]
 _FAILED: Final = Outcome.FAILED
 _BUSY: Final = Outcome.BUSY
 """Looking up a member of an enumeration takes three times as long as a global name."""
+_REASONS: Final = {status: f"HTTP status {status}" for status in range(500, 600)}
+"""Strings that many decisions keep."""
 
 
 class Attempts:
@@ -376,7 +378,7 @@ class Attempts:
         """The node's first byte arrived. Return whether its response goes to the client; else the request moved on.
         `error`: what the body of an error response says."""
         if status >= 500 or status == 429:
-            outcome, reason = _FAILED, f"HTTP status {status}"
+            outcome, reason = _FAILED, _REASONS.get(status) or f"HTTP status {status}"
             if status in (429, 503):
                 outcome, reason = _BUSY, f"HTTP status {status}: the node is busy"
             self.node_failed(outcome, reason, now_s, status=status, retry_after_s=retry_after_s, error=error)
