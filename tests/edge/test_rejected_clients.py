@@ -81,6 +81,21 @@ async def test_a_storm_of_wrong_keys_is_in_the_log_the_alerts_and_the_live_feed(
         }  # fmt: skip
 
 
+async def test_wrong_admin_tokens_are_in_the_log_and_the_alerts(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    token = "the-operators-token"
+    async with engines(1) as (engine,), router(engine, admin={"token_sha256": hash_key(token)}) as r:
+        for _ in range(120):
+            assert (await r.admin("GET", "/admin/nodes", b"", "Authorization: Bearer guessed")).status == 401
+        r.service.alerts.update(time.monotonic())
+        listed = await r.admin("GET", "/admin/alerts", b"", f"Authorization: Bearer {token}")
+    [alert] = [one for one in json.loads(listed.body)["alerts"] if "invalid_token" in one["id"]]
+    assert alert["count"] == 120 and alert["sources"][0]["source"] == "127.0.0.1"
+    [line] = [record for record in caplog.records if "invalid_token" in record.getMessage()]
+    assert line.levelname == "WARNING" and hash_key("guessed")[:8] in alert["cause"]
+    assert token not in caplog.text and "guessed" not in caplog.text
+
+
 @pytest.mark.parametrize(
     ("request_bytes", "id"),
     [

@@ -263,10 +263,11 @@ def check_token(head: RequestHead, token_sha256: bytes) -> None:
         _reject_browsers(head)
         return
     scheme, _, token = head.authorization.partition(b" ")
-    if scheme.lower() != b"bearer" or not compare_digest(sha256(token.strip()).digest(), token_sha256):
+    digest = sha256(token.strip()).digest()
+    if scheme.lower() != b"bearer" or not compare_digest(digest, token_sha256):
         raise HttpError(
             401, "The admin API requires its token: send `Authorization: Bearer TOKEN`.", code="invalid_token",
-            headers=(("WWW-Authenticate", "Bearer"),),
+            headers=(("WWW-Authenticate", "Bearer"),), key_sha256=digest.hex()[:8] if token else "",
         )  # fmt: skip
 
 

@@ -13,14 +13,17 @@ import msgspec
 
 from warmroute.edge import errors
 from warmroute.edge.api_keys import NO_RIGHTS, Rights
+from warmroute.edge.client_address import ClientAddresses
 from warmroute.edge.client_connection import ClientConnection
 from warmroute.edge.errors import HttpError
 from warmroute.edge.http1 import RequestHead
 from warmroute.edge.local_replies import Headers, render_start
 from warmroute.event_log import EventLog, where_it_failed
+from warmroute.telemetry.client_errors import ClientErrors
 
 log = EventLog("warmroute.edge")
 
+_NO_PROXIES = ClientAddresses(())
 
 _Decoded = TypeVar("_Decoded")
 
@@ -126,10 +129,16 @@ Answer = Callable[[Request, Responder], Awaitable[None]]
 class AsyncHandler:
     """Implements listener.Handler."""
 
-    def __init__(self, answer: Answer, admit: Callable[[RequestHead], None] = lambda _head: None) -> None:
-        """`admit` raises HttpError for a head that it rejects."""
+    def __init__(
+        self,
+        answer: Answer,
+        admit: Callable[[RequestHead], None] = lambda _head: None,
+        client_errors: ClientErrors | None = None,
+    ) -> None:
+        """`admit` raises HttpError for a head that it rejects. `client_errors` counts wrong tokens."""
         self._answer = answer
         self._admit = admit
+        self._client_errors = client_errors
         self._tasks: set[asyncio.Task[None]] = set()
 
     def admit(self, head: RequestHead) -> Rights:
@@ -165,7 +174,8 @@ class AsyncHandler:
         return b""
 
     def error_sent(self, error: HttpError, request_id: bytes, peer: bytes, forwarded_for: bytes) -> None:
-        pass
+        if self._client_errors is not None and error.status == 401:
+            self._client_errors.count(401, error.code, _NO_PROXIES.source(peer, b""), error.key_sha256)
 
     def internal_error(self, error: Exception, request_id: bytes = b"") -> HttpError:
         log.error("request_failed_internally", "The client receives status 500.", reason=where_it_failed(error))
