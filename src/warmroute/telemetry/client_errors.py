@@ -27,7 +27,8 @@ NAME: Final = "client_errors"
 NO_KEY: Final = "none"
 COMMON: Final = (
     (400, "bad_request"), (400, "http_on_tls_port"), (400, "malformed_json"), (400, "tls_on_plain_port"),
-    (401, "invalid_api_key"), (401, "invalid_token"), (404, "model_not_found"), (404, "not_found"), (413, "request_too_large"),
+    (401, "invalid_api_key"), (401, "invalid_token"), (404, "model_not_found"), (404, "not_found"),
+    (413, "request_too_large"),
     (415, "unsupported_content_encoding"), (415, "unsupported_media_type"),
 )  # fmt: skip
 """Status and code of errors that are on the metrics page from the start: Prometheus sees no rate of a counter whose
@@ -37,8 +38,8 @@ _WARN: Final = frozenset({"invalid_api_key", "invalid_token", "http_on_tls_port"
 _ADVICE: Final = {
     "invalid_api_key": "Compare the beginning of the key's hash with sha256 in [[keys]]; `warmroute hash-key` prints "
     "the hash of a key. If nobody of yours sends from this address, block it before it reaches the router.",
-    "invalid_token": "Somebody calls the admin API without its token, or with a wrong one. Compare the beginning of the "
-    "hash with admin.token_sha256. If nobody of yours does, do not let this address reach the admin port.",
+    "invalid_token": "Somebody calls the admin API without its token, or with a wrong one. Compare the beginning of "
+    "the hash with admin.token_sha256. If nobody of yours does, do not let this address reach the admin port.",
     "not_found": "Clients use a path that does not exist. The base URL of an OpenAI client ends with /v1.",
     "model_not_found": "Clients name a model that no node serves. GET /v1/models lists those that exist; a route can "
     "give a model another name.",
