@@ -23,7 +23,7 @@ NUMBERS = {
         "nodes", "blocks", "block-size", "cpu-blocks", "rate", "scale-rate", "day", "burst", "concurrency", "limit",
         "duration", "warm-up", "warm-rate", "seed", "queue-threshold", "poll-interval", "poll-lag", "poll-loss",
         "kv-lag", "kv-loss", "min-nodes", "max-nodes", "start", "usd", "quota", "ceiling", "replicas", "sync-lag",
-        "sync-loss", "kv-bandwidth", "kv-store", "kv-store-bandwidth",
+        "sync-loss", "kv-bandwidth", "kv-store", "kv-store-bandwidth", "tenants",
     ),
     "plan": (
         "usd", "max-nodes", "rate", "scale-rate", "limit", "warm-up", "seed", "ttft-p50", "ttft-p90", "ttft-p99",
@@ -43,12 +43,13 @@ NUMBERS = {
     "doctor": ("timeout",),
     "init": ("port", "admin-port", "timeout"),
     "capture": ("listen", "minutes", "max-mb", "output-tokens"),
-    "monitoring": ("ttft-seconds", "queue-wait-seconds"),
+    "explain": ("status", "limit"),
+    "monitoring": ("ttft-seconds", "queue-wait-seconds", "ttft-share", "availability"),
 }  # fmt: skip
 WITH_WORKLOAD = ("replay", "plan", "load")
 MAY_BE_ZERO = (
     "cpu-blocks", "warm-up", "seed", "poll-lag", "poll-loss", "kv-lag", "kv-loss", "min-nodes", "start", "usd", "quota",
-    "port", "events-port", "replay-port", "admin-port", "sync-lag", "sync-loss", "listen", "margin",
+    "port", "events-port", "replay-port", "admin-port", "sync-lag", "sync-loss", "listen", "margin", "tenants",
 )  # fmt: skip
 
 

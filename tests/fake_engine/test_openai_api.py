@@ -134,7 +134,7 @@ def test_unknown_paths_and_methods_get_the_errors_of_fastapi(shared_engine: Fake
 
 def test_health_version_and_load(shared_engine: FakeEngine) -> None:
     assert shared_engine.request("/health") == (200, "")
-    assert shared_engine.request("/version") == (200, {"version": "0.32.0"})
+    assert shared_engine.request("/version") == (200, {"version": "0.32.0", "simulated_by": "warmroute"})
     assert shared_engine.request("/load") == (200, {"server_load": 0})
     assert shared_engine.request("/reset_prefix_cache", b"", "POST") == (200, {"success": True})
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from urllib.parse import quote, urlencode
 
 from warmroute.cli.admin_client import add_admin_options, call_admin
+from warmroute.cli.arguments import whole
 from warmroute.cli.column_tables import TableColumn, fit_tables
 from warmroute.cli.terminal import console
 from warmroute.config import ConfigError
@@ -49,8 +50,10 @@ def add_to(commands: Any) -> None:
         "--tenant", help="tenant of that request, if the router requires API keys; without --request: list its requests"
     )
     parser.add_argument("--failed", action="store_true", help="list requests that failed, and why")
-    parser.add_argument("--status", type=int, metavar="CODE", help="list requests that ended with this HTTP status")
-    parser.add_argument("--limit", type=int, metavar="COUNT", help="number of requests in a list (default: 20)")
+    parser.add_argument(
+        "--status", type=whole(100, 599), metavar="CODE", help="list requests that ended with this HTTP status"
+    )
+    parser.add_argument("--limit", type=whole(1), metavar="COUNT", help="number of requests in a list (default: 20)")
     parser.add_argument("--journal", type=Path, metavar="FILE", help="look up the past request in a journal file")
     add_admin_options(parser)
     parser.add_argument("--json", action="store_true", help="print the decision as JSON")
