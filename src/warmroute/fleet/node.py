@@ -30,7 +30,7 @@ from warmroute.fleet.node_speed import NodeSpeed
 from warmroute.fleet.outlier_detection import RecentRequests
 from warmroute.fleet.prefill_work import work
 from warmroute.fleet.reported_values import ReportedValues
-from warmroute.fleet.whole_answers import WholeAnswers
+from warmroute.fleet.whole_answers import INTERVAL_S, WholeAnswers
 
 if TYPE_CHECKING:
     from warmroute.fleet.failed_tries import FailedTry
@@ -307,6 +307,7 @@ class Node(NodeState):
     def learn_whole_answer(self, done: float, output_tokens: int, took_ms: float, now_s: float) -> None:
         """Learn the speed from an answer that was not streamed, unless the engine reports the times of its prefills."""
         answers = self.whole_answer_times
+        answers.next_s = now_s + INTERVAL_S
         answers.add(done, output_tokens, took_ms)
         ms_per_token = answers.ms_per_token if self.rates.mean_prefill is None else None
         if ms_per_token is not None and done > 0.0:

@@ -20,15 +20,20 @@ MIN_SPREAD_WORK: Final = 300.0
 """Standard deviation of the prompts' work from which on their times have to differ."""
 MIN_SIGNIFICANCE: Final = 4.0
 MAX_FACTOR: Final = 4.0
+INTERVAL_S: Final = 0.05
+"""An answer that ends sooner after the last one of its node that counted does not count: a node with hundreds of
+answers a second needs no more of them for its speed, and each costs about as much as its ticket."""
 MAX_CORRELATION: Final = 0.9
 """Where long prompts have long answers, nothing tells what takes the time. A higher correlation counts as that."""
 
 
 class WholeAnswers:
-    __slots__ = ("_answers", "_dd", "_dt", "_tt", "_wd", "_wt", "_ww", "output", "took_ms", "work")
+    __slots__ = ("_answers", "_dd", "_dt", "_tt", "_wd", "_wt", "_ww", "next_s", "output", "took_ms", "work")
 
     def __init__(self) -> None:
         self._answers = 0
+        self.next_s = 0.0
+        """When the next answer counts."""
         self.work = self.output = self.took_ms = 0.0
         """Moving means."""
         self._ww = self._dd = self._tt = self._wd = self._wt = self._dt = 0.0

@@ -120,7 +120,7 @@ class Dispatch(Ticket):
         each = output_tokens  # the output of one prompt: the node generates those of all prompts at the same time
         if each is not None and self._others is not None:
             each //= self._others.prompts
-        if self._whole_work and each is not None and each > 0:
+        if self._whole_work and each is not None and each > 0 and now_s >= self.node.whole_answer_times.next_s:
             self._learn_whole_answer(each, now_s)
         self.record_answer(each, now_s)
         if output_tokens is not None and each is not None:
