@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import os
+import socket
 from typing import Any
 
 import pytest
@@ -169,3 +171,30 @@ def test_tenants_that_take_what_they_can_get_end_with_equal_shares(tenants: int)
         if not one.gone:
             one.give_way()
     assert memory.total_bytes == 0 and not memory.by_tenant and not memory._incomplete
+
+
+async def test_pipelined_bytes_are_released_for_the_tenant_that_they_were_counted_for() -> None:
+    """The rest of a pipelined request of another tenant arrives in the moment in which the response ends."""
+    async with engines() as [engine], router(engine, keys=keys("a", "b")) as r:
+        second = post(chat(), headers=["Authorization: Bearer b"])
+        seen = 0
+        with socket.create_connection(("127.0.0.1", r.port)) as client:
+            client.setblocking(False)
+
+            async def behave(_engine: Any, _received: Any, writer: asyncio.StreamWriter) -> None:
+                nonlocal seen
+                seen += 1
+                if seen == 2:
+                    await asyncio.Event().wait()
+                await until(lambda: r.service.listener.buffered_bytes > 0)
+                client.send(second[:40])  # it waits for the first response, counted for a
+                await asyncio.sleep(0.1)
+                os.write(writer.get_extra_info("socket").fileno(), http_response())
+                client.send(second[40:])  # with the response, in one batch of events
+
+            engine.behave = behave
+            client.send(post(chat(), headers=["Authorization: Bearer a"]))
+            await until(lambda: seen == 2)
+        await until(lambda: not r.inflight() and not r.service.listener.connections)
+        bodies = r.service.listener.bodies
+        assert bodies.total_bytes == 0 and not bodies.by_tenant

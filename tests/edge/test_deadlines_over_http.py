@@ -148,3 +148,30 @@ async def test_the_routes_own_deadline_ends_requests_too() -> None:
         assert (await r.request()).error["code"] == "deadline_exceeded"
         anthropic = await r.request(post(path="/v1/messages"))
         assert anthropic.status == 504 and anthropic.json["error"]["type"] == "api_error"
+
+
+async def test_a_404_that_is_being_read_at_the_deadline_gets_an_answer() -> None:
+    async with engines() as [engine], router(engine, routes=END) as r:
+        head = http_response(b'{"detail":"Not Found"}', 404)
+        engine.behave = script(head[:-5], HANG)
+        response = await asyncio.wait_for(r.request(post(headers=["X-Deadline-Ms: 300"])), 5)
+        assert response.status == 504 and response.get("x-should-retry") == "false"
+
+
+async def test_what_a_deadline_ended_is_seen_with_its_reason() -> None:
+    async with engines() as [engine], router(engine, routes=END) as r:
+        event = chunk(b'data: {"choices":[{"delta":{"content":"a"}}]}\n\n')
+        for behave, header, request_id in (
+            (script(SSE_HEAD + event, HANG), "X-Deadline-Ms: 300", "cut"),
+            (hanging, "X-Deadline-Ttft-Ms: 300", "late"),
+        ):
+            engine.behave = behave
+            peer = await r.connect()
+            peer.write(post(chat(stream=True), headers=[header, f"X-Request-Id: {request_id}"]))
+            await asyncio.wait_for(peer.reader.read(100), 5)
+            await until(lambda: not r.inflight())
+            peer.disconnect()
+            [failed] = json.loads((await r.admin("GET", f"/admin/decisions/{request_id}")).body)["failed_tries"]
+            assert failed["reason"] == "the deadline has passed"
+        listed = json.loads((await r.admin("GET", "/admin/decisions?failed=1")).body)["decisions"]
+        assert {one["request_id"] for one in listed} == {"cut", "late"}

@@ -236,3 +236,10 @@ def test_a_header_is_read_in_time_that_grows_with_its_length(header: bytes) -> N
     with cpu_limit(2.0), contextlib.suppress(BadForm):
         for _ in range(20):
             model_of(form(b"--%b\r\n%b\r\n\r\nx\r\n" % (BOUNDARY, header[: MAX_HEAD_BYTES - 10])))
+
+
+def test_a_name_with_very_many_parts_is_rejected() -> None:
+    """Each part of each name is compared with names of engine fields."""
+    assert model_of(form(field(b"a[b][c][d]", b"1"), field(b"model", b"m"))) == "m"
+    with pytest.raises(BadForm):
+        form_fields(BOUNDARY, form(field(b"a" + b".b" * 4000, b"1")))

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from attempt_harness import AttemptHarness
 from routing_harness import FakeRequest, RoutingHarness, explained, prompt
+from split_harness import SplitHarness
 
 from warmroute.config import Admission as AdmissionConfig
 from warmroute.config import Hedging, Routing
@@ -21,7 +22,8 @@ from warmroute.replay.run import build_world
 from warmroute.replay.simulation.conditions import NodeSpec
 from warmroute.replay.simulation.fault_schedule import parse_fault
 from warmroute.replay.workloads.catalog import parse_workload
-from warmroute.routing.routing_errors import AllNodesBusy, NodesFull, WouldQueue
+from warmroute.routing.held_requests import send_or_shed
+from warmroute.routing.routing_errors import AllNodesBusy, AllNodesFailed, NodesFull, WouldQueue
 
 
 def limit(node: Node, max_inflight: int) -> None:
@@ -193,3 +195,42 @@ def test_no_node_ever_has_more_requests_whatever_fails(policy: str, fleet: str, 
     assert max(most.values()) == LIMIT, most
     assert world.inflight == 0 and not any(sim.inflight for sim in world.nodes.values())
     assert world.results.total("finished") > 20
+
+
+def test_requests_that_envoy_cannot_hold_longer_respect_the_limit() -> None:
+    harness = AttemptHarness(2)
+    for node in harness.nodes:
+        limit(node, 1)
+    started = [harness.start() for _ in range(4)]
+    for attempts, _ in started[2:]:
+        send_or_shed(harness.admission, harness.router, attempts, harness.now_s)
+    assert [node.inflight for node in harness.nodes] == [1, 1]
+    assert all(isinstance(driver.error, NodesFull) for _, driver in started[2:])
+
+
+def test_a_node_that_was_full_and_failed_later_is_no_busy_node() -> None:
+    harness = AttemptHarness(2)
+    first, second = harness.nodes
+    limit(second, 1)
+    harness.fleet.drain(first.name)
+    other, _ = harness.start()
+    harness.fleet.drain(first.name, False)
+    harness.fleet.drain(second.name)
+    attempts, driver = harness.start()
+    harness.fleet.drain(second.name, False)
+    assert attempts.other_node(harness.now_s, lambda node: node is not first) is None, "the second one is full"
+    harness.answer(other)
+    attempts.node_failed(Outcome.FAILED, "connection reset", harness.now_s)
+    attempts.node_failed(Outcome.FAILED, "connection reset", harness.now_s)
+    assert driver.sent == [first.name, second.name] and isinstance(driver.error, AllNodesFailed)
+
+
+def test_the_place_of_a_pair_whose_prefill_fails_stays_its_own() -> None:
+    harness = SplitHarness(prefill=1, decode=1)
+    decode = harness.node("d0")
+    limit(decode, 1)
+    _, driver, split = harness.split()
+    waiting, _ = harness.start(2000, may_split=True)
+    assert not waiting.tried
+    split.prefill_failed(Outcome.BUSY, "HTTP status 503", harness.now_s, 503)
+    assert decode.inflight == 1 and driver.sent[-1] == "d0" and not waiting.tried

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from attempt_harness import AttemptHarness, NotingDriver
+from split_harness import TRANSFER, SplitHarness
 
 from warmroute.fleet.health import HealthState
 from warmroute.fleet.node import Node, Outcome
@@ -12,6 +13,7 @@ from warmroute.routing.attempts import Attempts
 from warmroute.routing.failover import SERVES_S
 from warmroute.routing.hedging import send_hedge
 from warmroute.routing.routing_errors import AllNodesFailed, FailedOnEveryNode
+from warmroute.routing.split_request import Phase
 
 
 def answers(harness: AttemptHarness, attempts: Attempts, status: int = 500) -> None:
@@ -181,3 +183,23 @@ def test_poison_requests_eject_no_node() -> None:
             answers(harness, attempts)
         assert [harness.fleet.outlier_detection.find(node, harness.now_s) for node in harness.nodes] == [None] * 4
     healthy(harness)
+
+
+def test_poison_requests_open_no_breaker_of_a_prefill_node() -> None:
+    harness = SplitHarness(prefill=3, decode=2, engine="sglang")
+    prefill_nodes = [node for node in harness.nodes if node.role == "prefill"]
+    for node in prefill_nodes:  # each prefills for a request
+        for other in prefill_nodes:
+            harness.fleet.drain(other.name, other is not node)
+        attempts, _, split = harness.split()
+        split.prefill_ended(TRANSFER, None, harness.now_s)
+        harness.finish(attempts)
+    for node in prefill_nodes:
+        harness.fleet.drain(node.name, False)
+    for _ in range(12):
+        attempts, _ = harness.start(2000, may_split=True)
+        while not attempts.done and attempts.split is not None and attempts.split.phase is Phase.PREFILLING:
+            attempts.split.prefill_failed(Outcome.FAILED, "HTTP status 500", harness.now_s, 500)
+        if not attempts.done:
+            harness.answer(attempts)
+    assert all(node.health.state is HealthState.UP for node in prefill_nodes)

@@ -88,7 +88,7 @@ def to_error(why: reasons.RoutingError, request: RoutingRequest) -> HttpError:
                 f"The deadline has passed: the {what} was due {why.after_ms:,.0f} ms after the request's arrival, and "
                 f"the router has ended the request. Allow more time with the `{header}` header."
             )
-            return _unavailable(504, "deadline_exceeded", message, None)
+            return HttpError(504, message, code="deadline_exceeded", kind="server_error", headers=_NO_RETRY)
         case reasons.RateLimited():
             needs = f", and this request needs about {why.needed:,}" if why.what == "tokens" and why.needed > 1 else ""
             message = f"The rate limit of {why.limit:,} {why.what} per minute is reached{needs}."

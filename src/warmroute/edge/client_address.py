@@ -39,7 +39,8 @@ class ClientAddresses:
         if not (self._trusts(address) if address is not None else self._trusts_unix):
             return _name(peer)
         for hop in reversed(forwarded_for.rsplit(b",", MAX_HOPS)[-MAX_HOPS:]):
-            named = _parse(hop.strip())
+            hop = hop.strip()
+            named = _parse(hop) if len(hop) <= MAX_ADDRESS_BYTES else None  # the cache keeps what it is asked
             if named is None:  # a trusted proxy that writes no address: name the proxy
                 break
             address = named
@@ -54,7 +55,7 @@ class ClientAddresses:
 @lru_cache(maxsize=1024)
 def _parse(text: bytes) -> _Address | None:
     """Return the address, which may have a port, or None. An IPv4 address that is written as one of IPv6 is IPv4."""
-    if not text or len(text) > MAX_ADDRESS_BYTES:
+    if not text:
         return None
     host = text.decode("ascii", "replace").partition("%")[0]
     if host.startswith("["):

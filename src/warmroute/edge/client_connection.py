@@ -256,6 +256,8 @@ class ClientConnection:
                     self._unparsed = bytearray()
                     timers = self._listener.timers
                     timers.arm(self, timers.now() + self._listener.limits.header_timeout_s)
+                elif self._pipelined_bytes:
+                    self._release_pipelined()  # more of it came before `_read_pipelined`
                 self._unparsed += data
                 self._find_head()
             elif state == AWAITING_BODY:

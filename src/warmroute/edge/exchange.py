@@ -404,7 +404,10 @@ class ProxyExchange:
         self.withdraw()
         if self.trace is not None:
             self.trace.end(proxy.now(), self.attempts.status, error.code)
-        self._break_off(error, frames)
+        if self._head_sent:
+            self._break_off(error, frames)
+        else:  # a 404 that may be replaced (`_not_found`)
+            self._client.send_error(error, self.attempts.request_id)
         if proxy.log_requests:
             proxy.log_request(self.attempts, "late")
         self.forget()

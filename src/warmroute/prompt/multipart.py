@@ -31,6 +31,7 @@ _PLAIN_ENCODINGS: Final = (b"7bit", b"8bit", b"binary")
 
 _SEPARATORS: Final = re.compile(r"[\[\].]+")
 """Between the parts of a name such as `vllm_xargs[a]`, with which some clients write nested fields."""
+MAX_NAME_PARTS: Final = 16
 
 
 class BadForm(ValueError):
@@ -76,7 +77,9 @@ def form_fields(boundary: bytes, body: bytes) -> tuple[str, str | None]:
 
 
 def _engine_field(name: str, body: bytes, start: int, end: int) -> str | None:
-    parts = _SEPARATORS.split(name)
+    parts = _SEPARATORS.split(name, MAX_NAME_PARTS)
+    if len(parts) > MAX_NAME_PARTS:
+        raise BadForm("a field's name has too many parts")
     for part in parts:
         if part in ENGINE_FIELDS:
             return part

@@ -160,9 +160,9 @@ class Admission:
         if self._has_threshold or not request.may_queue or request.deadline_s or request.total_deadline_s:
             decision = self._eligible(request, decision, now_s)
         if decision.is_limited and (decision.is_full or decision.entry_node.at_concurrency_limit):
-            decision = self._below_limits(request, decision, now_s)
+            decision = self.below_limits(request, decision, now_s)
             if decision.is_full and not self._queues(request):
-                raise self._shed(NodesFull(decision.node.latency_ms / 1000.0 / max(1, decision.node.inflight)))
+                raise self.nodes_full(decision)
         if request.priority == LOW and self._has_to_queue(request, decision, now_s):
             return decision, False
         return decision, self._fits(request, decision, now_s)
@@ -184,7 +184,7 @@ class Admission:
             return False
         return decision.index < 0 or not self._queues(request) or self.has_room(decision.entry_node, now_s)
 
-    def _below_limits(self, request: RoutingRequest, decision: Decision, now_s: float) -> Decision:
+    def below_limits(self, request: RoutingRequest, decision: Decision, now_s: float) -> Decision:
         """Return a decision for a node with fewer requests than it may have, if there is one."""
         if not decision.is_full and not self._queues(request):
             return decision  # a learned limit is no reason to reject a request
@@ -275,6 +275,9 @@ class Admission:
         if self._router.demand_meter is not None:
             self._router.demand_meter.shed += 1
         return error
+
+    def nodes_full(self, decision: Decision) -> NotAdmitted:
+        return self._shed(NodesFull(decision.node.latency_ms / 1000.0 / max(1, decision.node.inflight)))
 
     def _displace(self, pending: PendingRequest, now_s: float) -> None:
         queued, priority = self.queue.find(pending), pending.request.priority
@@ -411,7 +414,7 @@ class Admission:
             with suppress(NodeQueuesFull):  # it continues to wait
                 decision = eligible_nodes.below_queue_threshold(self._router, pending.request, decision, threshold)
         if decision.is_limited and (decision.is_full or decision.entry_node.at_concurrency_limit):
-            decision = self._below_limits(pending.request, decision, now_s)
+            decision = self.below_limits(pending.request, decision, now_s)
         self.queue.update_decision(key, queued, decision)
         return True
 
@@ -439,7 +442,7 @@ class Admission:
         request = pending.request
         decision = self._eligible(request, self._router.decide(request, now_s, pending.lookup), now_s)
         if decision.is_full or decision.entry_node.at_concurrency_limit:
-            decision = self._below_limits(request, decision, now_s)
+            decision = self.below_limits(request, decision, now_s)
         return decision, self._fits(request, decision, now_s) and self._is_ours(request, decision, now_s)
 
     def _check_queued(self, now_s: float) -> None:

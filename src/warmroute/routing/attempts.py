@@ -476,7 +476,7 @@ class Attempts:
             self.done = True  # before the client's connection is closed
             if driver.cut(error):
                 dispatcher.counters.interrupted += 1
-                self.abandon(now_s)
+                self.abandon(now_s, "the deadline has passed")
             else:
                 self.done = False
             return
@@ -487,15 +487,18 @@ class Attempts:
             self._withdraw_hedge(now_s)
         if self.split is not None:
             self.split.abandon(now_s)
-        dispatcher.close_ticket(self, self.ticket, Outcome.CANCELLED, now_s, "the deadline has passed")
+        ticket = self.ticket
+        # If the node looks as if it hangs, this counts as its failure: with deadlines, no request waits for a timeout.
+        outcome = _FAILED if dispatcher.hedging.is_overdue(self, now_s) else Outcome.CANCELLED
+        dispatcher.close_ticket(self, ticket, outcome, now_s, "the deadline has passed")
         self.status = driver.reject(error)
-        self._complete_entry(Outcome.CANCELLED, now_s)
+        self._complete_entry(outcome, now_s)
 
     def client_left(self, now_s: float) -> None:
         self.abandon(now_s)
         self._dispatcher.counters.disconnects += 1
 
-    def abandon(self, now_s: float) -> None:
+    def abandon(self, now_s: float, reason: str = "") -> None:
         """Release what the request holds, in whatever state it is."""
         self.done = True
         dispatcher = self._dispatcher
@@ -510,7 +513,7 @@ class Attempts:
             self._withdraw_hedge(now_s)
         if self.split is not None:
             self.split.abandon(now_s)
-        dispatcher.close_ticket(self, self.ticket, Outcome.CANCELLED, now_s)
+        dispatcher.close_ticket(self, self.ticket, Outcome.CANCELLED, now_s, reason)
         self._complete_entry(Outcome.CANCELLED, now_s)
 
     def _complete_entry(self, outcome: Outcome, now_s: float) -> None:

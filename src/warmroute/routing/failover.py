@@ -119,6 +119,7 @@ class Failover:
 
     def next_node(self, router: Router, request: RoutingRequest, lookup: Lookup | None, now_s: float) -> Node | None:
         """Return None if no eligible node is left, or if the request's deadline has passed."""
+        self._skipped_full = False  # `other_node` may have met a node that was full then
         if self._is_late(request, now_s):
             return None
         fallbacks = self._fallbacks

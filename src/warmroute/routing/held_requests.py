@@ -30,7 +30,12 @@ def send_or_shed(admission: Admission, router: Router, attempts: Attempts, now_s
     except RoutingError as error:
         attempts.on_rejected(error)
     else:
-        attempts.on_admitted(decision)
+        if decision.is_full:
+            decision = admission.below_limits(attempts.request, decision, now_s)
+        if decision.is_full:
+            attempts.on_rejected(admission.nodes_full(decision))
+        else:
+            attempts.on_admitted(decision)
 
 
 def served_by(attempts: Attempts, dispatcher: Dispatcher, node: Node, now_s: float) -> None:

@@ -187,6 +187,7 @@ class SplitRequest:
         if self.phase is not Phase.PREFILLING or not self.is_current:
             return
         ticket, concurrent = self.prefill_ticket, self._attempts.ticket.node.needs_partner
+        ticket.node.last_served_s = now_s
         if transfer is None and not concurrent:
             ticket.first_token(now_s)
             if finish_reason in UNFINISHED:
@@ -328,11 +329,11 @@ class SplitRequest:
             return reported
         return reported[0], self.cached_tokens, reported[2]
 
-    def abandon(self, now_s: float) -> None:
+    def abandon(self, now_s: float, frees: bool = True) -> None:
         """The request ends, or leaves both nodes: free the prefill node. The caller closes the decode node's ticket."""
         if self.phase is Phase.PREFILLING:
             self._attempts.driver.withdraw_prefill()
-            self._close_prefill(Outcome.CANCELLED, now_s)
+            self._close_prefill(Outcome.CANCELLED, now_s, frees=frees)
         self.transfer = None
         self._is_over()
 
@@ -347,11 +348,13 @@ class SplitRequest:
         self._dispatcher.counters.split_requests[outcome] += 1
 
     def _close_prefill(
-        self, outcome: Outcome, now_s: float, reason: str = "", status: int = 0, error: NodeError | None = None
-    ) -> None:
+        self, outcome: Outcome, now_s: float, reason: str = "", status: int = 0, error: NodeError | None = None,
+        frees: bool = True,
+    ) -> None:  # fmt: skip
         self._dispatcher.close_ticket(
-            self._attempts, self.prefill_ticket, outcome, now_s, reason, role=PREFILL, status=status, error=error
-        )
+            self._attempts, self.prefill_ticket, outcome, now_s, reason,
+            frees=frees, role=PREFILL, status=status, error=error,
+        )  # fmt: skip
 
     def _fall_back(
         self, why: str, outcome: Outcome, reason: str, now_s: float, status: int = 0, error: NodeError | None = None
@@ -371,7 +374,7 @@ class SplitRequest:
         # Its place on the node stays its own: another request may not take it meanwhile.
         if prefilling:
             dispatcher.close_ticket(attempts, attempts.ticket, Outcome.CANCELLED, now_s, frees=False)
-            self._close_prefill(outcome, now_s, "" if outcome is Outcome.OK else reason, status, error)
+            self._close_prefill(outcome, now_s, "" if outcome is Outcome.OK else reason, status, error, frees=False)
         else:
             dispatcher.close_ticket(
                 attempts, attempts.ticket, Outcome.CANCELLED, now_s, reason,
@@ -382,6 +385,8 @@ class SplitRequest:
             log.debug("split_request_fell_back", node=node.name, reason=reason)
             self._send_to_decode_node(node, failed, now_s)
         dispatcher.node_freed(node, now_s)
+        if prefilling:
+            dispatcher.node_freed(self.pair.prefill_node, now_s)
 
     def _send_to_decode_node(self, node: Node, failed: tuple[Node, ...], now_s: float) -> None:
         attempts, dispatcher = self._attempts, self._dispatcher
@@ -443,8 +448,10 @@ def _find_pair(attempts: Attempts, dispatcher: Dispatcher, decision: Decision, n
             return False
         pair = Pair(partner, 0.0)
     if split is not None:
-        split.abandon(now_s)
+        split.abandon(now_s, frees=False)
     SplitRequest(attempts, dispatcher, decision, pair, failed).begin(node, now_s)
+    if split is not None:
+        dispatcher.node_freed(split.pair.prefill_node, now_s)
     return True
 
 

@@ -97,6 +97,17 @@ class Entry:
         self.record = record
 
 
+def has_failed(entry: Entry) -> bool:
+    """Return whether the client got no response, or an error, or a part of a response that the router ended at a
+    deadline. Not where the client left."""
+    if entry.end is None:
+        return False
+    outcome, _, _, status, _, _ = entry.end
+    if outcome is Outcome.CANCELLED and entry.failed_tries and entry.failed_tries[-1].outcome is outcome:
+        return True
+    return outcome in FAILED or status >= 400
+
+
 class Journal:
     def __init__(self, config: JournalConfig, counters: Counters, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
@@ -143,7 +154,7 @@ class Journal:
         entry.end = (outcome, ticket.node, tried, status, ticket.first_token_s, now_s)
         if entry.record.considered > KEEP_ALL_UP_TO:
             entry.record.keep_best(MAX_CANDIDATES)
-        if outcome in FAILED:
+        if has_failed(entry):
             (self._rejected if outcome is Outcome.REJECTED else self._failed).append(entry)
         ratio = self.config.sample_ratio
         if self._writes and (ratio >= 1.0 or self._random.random() < ratio):
@@ -304,7 +315,7 @@ def search(
     for entry in chain(reversed(entries), reversed(older)):
         end = entry.end
         if (
-            (not failed or (end is not None and (end[0] in FAILED or end[3] >= 400)))
+            (not failed or has_failed(entry))
             and (tenant is None or entry.tenant == tenant)
             and (status is None or (end is not None and end[3] == status))
             and (request_id is None or entry.request_id == request_id)
