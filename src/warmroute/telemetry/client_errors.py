@@ -36,13 +36,13 @@ first sample is that of a storm."""
 _WARN: Final = frozenset({"invalid_api_key", "invalid_token", "http_on_tls_port", "tls_on_plain_port"})
 """Codes that are warnings in the log however few they are: somebody's configuration is wrong."""
 _ADVICE: Final = {
-    "invalid_api_key": "Compare the beginning of the key's hash with sha256 in [[keys]]; `warmroute hash-key` prints "
-    "the hash of a key. If nobody of yours sends from this address, block it before it reaches the router.",
+    "invalid_api_key": "Compare the beginning of the key's hash with sha256 in [[keys]] and in its earlier versions; "
+    "`warmroute hash-key` prints the hash of a key. If nobody of yours sends from this address, block it before it "
+    "reaches the router.",
     "invalid_token": "Somebody calls the admin API without its token, or with a wrong one. Compare the beginning of "
     "the hash with admin.token_sha256. If nobody of yours does, do not let this address reach the admin port.",
     "not_found": "Clients use a path that does not exist. The base URL of an OpenAI client ends with /v1.",
-    "model_not_found": "Clients name a model that no node serves. GET /v1/models lists those that exist; a route can "
-    "give a model another name.",
+    "model_not_found": "Clients name a model that no node serves. GET /v1/models lists those that exist.",
     "request_too_large": "Clients send bodies above limits.body_bytes. Raise it if they may.",
     "unsupported_media_type": "Clients send bodies that are no JSON in UTF-8, or say so. They need "
     "`Content-Type: application/json`.",
