@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+import time
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,10 @@ async def test_an_invalid_certificate_changes_nothing(tmp_path: Path, caplog: py
         (tmp_path / "key.pem").write_bytes(key)  # as while somebody replaces one file after the other
         assert "cannot load" in (r.service.reload() or "")
         assert "certificates_rejected" in caplog.text
+        r.service.alerts.update(time.monotonic())
+        [alert] = [one for one in r.service.alerts.current if one.id == "config_rejected"]
+        assert alert.title == "The last reload of the certificates failed"
+        assert alert.what_to_do.endswith("The router keeps the previous certificates.")
         assert await serial(r, authority) == before
 
 

@@ -132,7 +132,8 @@ async def test_without_a_directory_the_log_says_once_that_changes_will_be_lost(t
                 await ready(process, "n0")
                 assert not process.logged("changes_not_kept")
                 for action in ("drain", "undrain", "drain"):
-                    assert not (await call(process, "POST", f"nodes/n0/{action}"))["survives_restart"]
+                    answer = await call(process, "POST", f"nodes/n0/{action}")
+                    assert answer["survives_restart"] == (action == "undrain"), "the file lists it, undrained"
                 await until(lambda process=process: process.logged("changes_not_kept"))
                 assert sum("changes_not_kept" in line for line in process.lines) == 1
 

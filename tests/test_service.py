@@ -155,6 +155,10 @@ async def test_a_reload_names_the_keys_that_need_a_restart(caplog: pytest.LogCap
         tables = {"scaling": {"enabled": True}, "routing": {"policy": "random"}, "prompts": {"threads": 7}}
         assert await reload_with(r, [engine], listen={"port": 0, "unix_socket": "/tmp/w.sock"}, **tables) is None
         assert r.service.router.policy.name == "random"
+        changed = r.service.config_reload.changed
+        for change in ("listen.unix_socket changed", "scaling.enabled false -> true"):
+            assert f"{change}, from the next restart on" in changed
+        assert "routing.policy round_robin -> random" in changed, "this applies at once"
         found = await r.admin("POST", "/admin/reload")
         assert found.json["needs_restart"] == ["listen.unix_socket", "scaling.enabled", "prompts.threads"]
         assert "restart_required keys=listen.unix_socket,scaling.enabled,prompts.threads" in caplog.text

@@ -208,7 +208,7 @@ async def test_what_does_not_answer_is_kept_and_logged_too(caplog: pytest.LogCap
         assert failed["reason"] == "the node closed the connection before its response"
         await until(lambda: len(lines(caplog)) == 1, "the log")
         assert lines(caplog)[0] == {
-            "node": "node0", "status": None, "reason": "the node closed the connection before its response",
+            "node": "node0", "reason": "the node closed the connection before its response",
             "role": "whole", "request_id": "one", "left_out": 0,
         }  # fmt: skip
 
@@ -348,7 +348,7 @@ async def test_explain_lists_failed_requests_and_shows_why_each_node_failed() ->
             assert "the node closed the connection before its response" in output
             assert "fine" not in output and SECRET not in output
         assert "fine" in (await explain())[1]
-        assert (await explain("--tenant", "nobody")) == (0, "no such request\n")
+        assert (await explain("--tenant", "nobody")) == (0, "no matching requests\n")
         assert json.loads((await explain("--failed", "--json"))[1])[0]["request_id"] == "lost"
         assert (await explain("lost", "--failed"))[0] != 0
         assert (await explain("--status", "9999"))[0] != 0

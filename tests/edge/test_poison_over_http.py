@@ -92,7 +92,7 @@ async def test_the_decision_says_that_the_request_itself_fails() -> None:
         assert (await r.admin("GET", "/admin/decisions?failed=1")).json["decisions"][0]["poison"] is True
 
 
-async def test_with_one_node_the_breaker_opens() -> None:
+async def test_with_one_node_the_breaker_opens(caplog: pytest.LogCaptureFixture) -> None:
     async with engines() as [engine], router(engine, health={"breaker_open_s": 30}) as r:
         engine.behave = serving(normal())
         assert (await send(r, "warm")).status == 200
@@ -100,6 +100,10 @@ async def test_with_one_node_the_breaker_opens() -> None:
             answer = await send(r, POISON)
             assert answer.status == 502 and answer.json["error"]["code"] == "upstream_failed"
         assert r.node(0).health.state is HealthState.DOWN
+        assert (
+            f'reason="HTTP status 500": {r.node(0).health.config.consecutive_failures} requests in a row failed. The '
+            "router sends it no requests until its breaker is over and a health check passes; then one trial request."
+        ) in caplog.text
 
 
 async def test_a_node_that_begins_to_fail_every_request_goes_down() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -278,6 +279,19 @@ async def test_a_node_with_events_off_is_not_asked_for_them(start_engine: StartE
         await asyncio.sleep(0.5)
         assert not r.cache().has_events and r.cache().block_size == 16
         assert "/kv_event_sources" not in r.requested
+
+
+async def test_a_policy_without_events_says_nothing_about_the_node(
+    start_engine: StartEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "warmroute")
+    async with watching(start_engine()) as r:
+        await r.until_subscribed()
+        r.watcher.reconfigure(from_table({"routing": {"policy": "round_robin"}}))
+        await until(lambda: not r.cache().ranks, "events unsubscribed")
+        r.watcher.reconfigure(r.config)
+        await r.until_subscribed()
+        assert "kv_events_absent" not in caplog.text and caplog.text.count("kv_events_found") == 2
 
 
 # A scripted node, for responses that no simulated engine sends.

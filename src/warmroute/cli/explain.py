@@ -98,7 +98,7 @@ def _list(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(decisions, indent=2, ensure_ascii=False))
     elif not decisions:
-        print("no such request" if query else "no decisions yet")
+        print("no matching requests" if query else "no decisions yet")
     else:
         _print_list(decisions)
     return 0
@@ -196,7 +196,7 @@ def _print_list(decisions: Sequence[Decision]) -> None:
         time = decision["time"][:19].replace("T", " ")
         ended = decision["outcome"] if decision["status"] is None or decision["outcome"] != "ok" else ""
         status = " ".join(str(part) for part in (decision["status"], ended) if part)
-        duration = [_milliseconds(decision[key]) for key in ("ttft_ms", "duration_ms")]
+        duration = [_milliseconds(_first_token_ms(decision)), _milliseconds(decision["duration_ms"])]
         names = [_short(decision["model"]), _short(decision["tenant"])]
         rows.append((time[11:] if same_day else time, status, *duration, *names, decision["request_id"]))
     widths = [max(cell_len(row[at]) for row in rows) for at in range(len(rows[0]))]
@@ -210,6 +210,12 @@ def _print_list(decisions: Sequence[Decision]) -> None:
             print(f"    {decisions[number - 1]['explanation']}")
             for line in _failed_lines(decisions[number - 1]):
                 print(f"    {line}")
+
+
+def _first_token_ms(decision: Decision) -> float | None:
+    """Return None also for a response that is not streamed. A journal file of an older router does not say so."""
+    found: float | None = decision["ttft_ms"] if decision.get("streamed", True) else None
+    return found
 
 
 def _milliseconds(value: float | None) -> str:
@@ -270,8 +276,9 @@ def _outcome_line(decision: Decision) -> str:
     ]
     if decision["status"]:
         parts.append(f"status {decision['status']}")
-    if decision["ttft_ms"] is not None:
-        parts.append(f"first token after {_number(decision['ttft_ms'])} ms")
+    first_token_ms = _first_token_ms(decision)
+    if first_token_ms is not None:
+        parts.append(f"first token after {_number(first_token_ms)} ms")
     if decision["duration_ms"] is not None:
         parts.append(f"{_number(decision['duration_ms'])} ms in total")
     reported = decision["reported"]

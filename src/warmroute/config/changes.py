@@ -22,9 +22,11 @@ MAX_CHARACTERS: Final = 120
 """Length of one change: names of nodes, tenants and routes can be long."""
 
 
-def describe_changes(before: Config, after: Config) -> list[str]:
-    """Return one phrase for each change, such as `limits.connections 20000 -> 100` or `nodes +gpu-c`."""
+def describe_changes(before: Config, after: Config, waiting: Sequence[str] = ()) -> list[str]:
+    """Return one phrase for each change, such as `limits.connections 20000 -> 100` or `nodes +gpu-c`. `waiting`: keys
+    whose change takes effect after a restart."""
     found = [one if len(one) <= MAX_CHARACTERS else f"{one[: MAX_CHARACTERS - 1]}…" for one in _of_table(before, after)]
+    found = [f"{one}, from the next restart on" if _is_of(one, waiting) else one for one in found]
     if len(found) <= MAX_CHANGES:
         return found
     return [*found[:MAX_CHANGES], f"{len(found) - MAX_CHANGES} more"]
@@ -46,6 +48,11 @@ def _of_table(before: Section, after: Section, prefix: str = "") -> Iterator[str
             yield f"{path} {_shown(old)} -> {_shown(new)}"
         else:
             yield f"{path} changed"
+
+
+def _is_of(change: str, keys: Sequence[str]) -> bool:
+    path = change.partition(" ")[0]
+    return any(path == key or path.startswith(f"{key}.") for key in keys)
 
 
 def _of_list(path: str, before: Sequence[Section], after: Sequence[Section]) -> Iterator[str]:

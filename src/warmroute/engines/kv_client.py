@@ -168,6 +168,9 @@ class KvEventClient:
         ]
 
     def _log_endpoints(self, found: list[KvEndpoint]) -> None:
+        if not self._enabled():
+            self._logged = None  # no policy uses events: that says nothing about the node
+            return
         if found == self._logged:
             return
         self._logged = found

@@ -96,10 +96,11 @@ class FailedTryLog:
             self._logged_s[node] = now_s
             del self._unlogged[node]
             failed, error = unlogged.first, unlogged.first.error
+            status = {"status": failed.status} if failed.status else {}
             read = {} if error is None else {"class": error.kind, "type": error.type, "code": error.code}
             log.warning(
                 "try_failed",
                 "The node did not complete a request.",
-                node=node, status=failed.status or None, reason=failed.reason, role=failed.role, **read,
+                node=node, **status, reason=failed.reason, role=failed.role, **read,
                 request_id=unlogged.request_id.decode("ascii", "replace"), left_out=unlogged.left_out,
             )  # fmt: skip

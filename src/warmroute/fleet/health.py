@@ -24,8 +24,12 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import Final
 
 from warmroute.config import Health as HealthConfig
+
+CHECKS_TIME_OUT: Final = "health checks time out"
+"""Why a node is down whose health checks time out."""
 
 
 class HealthState(enum.Enum):
@@ -98,9 +102,9 @@ class Health:
             return  # it answers other requests: busy, not dead
         self._consecutive_timeouts += 1
         if self._consecutive_timeouts >= self.config.consecutive_timeouts and self.state is not HealthState.DOWN:
-            self._mark_down(now_s, confirmed=False, reason="health checks time out")
+            self._mark_down(now_s, confirmed=False, reason=CHECKS_TIME_OUT)
         elif self.state is HealthState.UNKNOWN:
-            self.reason = "health checks time out"
+            self.reason = CHECKS_TIME_OUT
 
     def check_failed(self, now_s: float, reason: str) -> None:
         """The connection was refused, or the node says that it cannot serve."""

@@ -33,6 +33,8 @@ class ConfigReload:
         """What the last reload has changed."""
         self._last: dict[str, Any] | None = None
         """The last reload, for the live page."""
+        self._kept = "configuration"
+        """Of what the previous version stays if the last reload failed."""
 
     def reload(self, reason: str = "admin API") -> str | None:
         """Apply a changed configuration and changed certificates. Running requests continue. Return the error if they
@@ -40,13 +42,13 @@ class ConfigReload:
         log.info("reload_requested", reason=reason)
         systemd = self._service.systemd
         systemd.reloading()
-        problem = self._record(reason, lambda: self._reload_config() or self._service.certificates.reload())
+        problem = self._record(reason, lambda: self._reload_config() or self._reload_certificates())
         systemd.ready(f"The configuration was rejected: {problem}" if problem else f"{len(self._service.fleet)} nodes")
         return problem
 
     def certificates_changed(self) -> None:
         self.changed = []
-        self._record("certificates changed", self._service.certificates.reload)
+        self._record("certificates changed", self._reload_certificates)
 
     def _record(self, reason: str, reload: Callable[[], str | None]) -> str | None:
         try:
@@ -71,8 +73,13 @@ class ConfigReload:
             "changed": list(self.changed),
         }
 
+    def _reload_certificates(self) -> str | None:
+        self._kept = "certificates"
+        return self._service.certificates.reload()
+
     def _reload_config(self) -> str | None:
         service, before = self._service, self.current
+        self._kept = "configuration"
         self.changed = []
         try:
             config = self.read_config()
@@ -85,10 +92,11 @@ class ConfigReload:
             log.info("config_unchanged")
             return None
         self.current = config
-        if keys := self.needs_restart():
+        keys = self.needs_restart()
+        if keys:
             log.warning("restart_required", "These changes take effect after a restart.", keys=",".join(keys))
         added, removed = self._apply(config, before)
-        self.changed = describe_changes(before, config)
+        self.changed = describe_changes(before, config, keys)
         log.info("config_reloaded", nodes_added=added, nodes_removed=removed, changed="; ".join(self.changed))
         return None
 
@@ -145,8 +153,8 @@ class ConfigReload:
     def alerts(self, _now_s: float) -> Iterator[Alert]:
         if self._last is not None and (error := self._last["error"]):
             yield Alert(
-                id="config_rejected", severity="warning", title="The last reload of the configuration failed",
-                cause=error, what_to_do="Correct it and reload. The router keeps the previous configuration.",
+                id="config_rejected", severity="warning", title=f"The last reload of the {self._kept} failed",
+                cause=error, what_to_do=f"Correct it and reload. The router keeps the previous {self._kept}.",
             )  # fmt: skip
 
     def api_key_envs(self) -> set[str]:

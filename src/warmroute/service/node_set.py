@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from warmroute.config import ConfigError, Health, NodeConfig
 from warmroute.config.node_settings import Role
 from warmroute.event_log import EventLog
-from warmroute.fleet.health import HealthState
+from warmroute.fleet.health import CHECKS_TIME_OUT, HealthState
 from warmroute.fleet.node import Node
 
 if TYPE_CHECKING:
@@ -98,4 +98,20 @@ def log_health_change(node: Node, before: HealthState) -> None:
     elif node.draining:  # a node that still loads, or is about to be removed
         log.info("node_down", "The node is draining.", **fields)
     else:
-        log.warning("node_down", "The router sends it no requests until a health check passes.", **fields)
+        log.warning("node_down", _until_when(node, before), **fields)
+
+
+def _until_when(node: Node, before: HealthState) -> str:
+    """Return the sentence for a node that goes down: it says when the node gets requests again."""
+    health = node.health
+    if health.confirmed or health.reason == CHECKS_TIME_OUT:
+        return "The router sends it no requests until a health check passes."
+    failures = health.config.consecutive_failures
+    if before is HealthState.HALF_OPEN:
+        cause = "The trial request failed."
+    else:
+        cause = "A request failed." if failures == 1 else f"{failures:,} requests in a row failed."
+    return (
+        f"{cause} The router sends it no requests until its breaker is over and a health check passes; then one trial "
+        "request."
+    )

@@ -287,13 +287,20 @@ class Service:
         replicas = asyncio.ensure_future(self.member.confirm_changes()) if self.member is not None else None
         kept = await (self.worker.changes_kept() if self.worker is not None else self.node_state.all_kept())
         status = self.member.read_status() if self.member is not None else None
-        survives = kept or (status is not None and status.writable)
+        survives = kept or (status is not None and status.writable) or self._is_as_configured(node)
         if self.fleet.is_configured(node.name):  # the file wins, except over a drain by hand
             role_is_set = node.role != node.config.role
             survives = survives and self.fleet.find(node.name) is node
             survives = survives and not (role_is_set and self.shared_nodes.configured_role(node))
         found: dict[str, Any] = {"survives_restart": survives}
         return found if replicas is None else found | {"replicas": await replicas}
+
+    def _is_as_configured(self, node: Node) -> bool:
+        """Return whether a restart without kept changes, `[state]` or Redis, leaves the node as it is."""
+        started = self.config_reload.started_with
+        if started.state.directory or started.state.config_map or started.cluster.url:
+            return False
+        return self.fleet.is_configured(node.name) and not node.draining and node.role == node.config.role
 
     def _last_scaling(self) -> ScalingChange | None:
         last = self.scaling.autoscaler.last_decision if self.scaling is not None else None

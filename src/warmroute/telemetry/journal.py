@@ -75,6 +75,8 @@ class Entry:
     """None while the request runs."""
     failed_tries: tuple[FailedTry, ...] = ()
     poison: bool = False
+    streamed: bool = True
+    """Whether the client asked for a stream: else the first token came at the end."""
 
     def __init__(
         self,
@@ -140,6 +142,7 @@ class Journal:
             attempts.request_id, request.tenant, request.model, request.route, request.priority, request.arrived_s,
             queued_ms, attempts.decision.record(),
         )  # fmt: skip
+        entry.streamed = request.streams
         self.add(entry)
         return entry
 
@@ -210,6 +213,7 @@ class Journal:
             "answered_by": last.name if first_token_s or outcome is Outcome.BROKEN else None,
             "outcome": outcome.name.lower() if outcome is not None else "running",
             "status": status or None,
+            "streamed": entry.streamed,
             "ttft_ms": _ms_between(entry.arrived_s, first_token_s),
             "duration_ms": _ms_between(entry.arrived_s, ended_s),
             "poison": entry.poison,
