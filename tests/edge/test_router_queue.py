@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 from typing import Any
 
@@ -107,6 +108,26 @@ async def test_a_full_queue_rejects_with_429_and_retry_after() -> None:
         assert rejected.error["type"] == "rate_limit_error"
         assert 1 <= int(rejected.get("retry-after") or 0) <= 60
         assert len(gate.engine.seen) == 1 and r.service.counters.errors[429, "overloaded"] == 1
+
+
+async def test_rejected_requests_are_in_the_log_while_the_router_runs_and_when_it_stops(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def logged() -> int:
+        return sum(
+            [int(count) for count in re.findall(r"requests_rejected reason=queue_full count=(\d+)", caplog.text)]
+        )
+
+    async with busy_engine(admission={"max_waiting": 1}) as (r, _gate):
+        await send_long_prompt(r, 1)
+        await until_queued(r, 1)
+        for number in range(2, 5):
+            assert (await r.request(long_prompt(number))).status == 429
+        r.service.alerts.update(time.monotonic())
+        assert logged() >= 1 and "The router's queue is at its limit admission.max_waiting" in caplog.text
+        for number in range(5, 7):
+            assert (await r.request(long_prompt(number))).status == 429
+    assert logged() == 5
 
 
 async def test_the_openai_client_comes_back_when_the_queue_has_drained() -> None:

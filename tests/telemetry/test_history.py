@@ -25,7 +25,7 @@ class Setting:
         self.traffic, self.counters = Traffic(), Counters()
         self.scaling: ScalingChange | None = None
         self.history = History(self.traffic, self.counters, self.fleet, lambda: 4, lambda: self.scaling)
-        self.alerts = Alerts(FleetAlerts(self.fleet, self.cache_view, self.counters))
+        self.alerts = Alerts(FleetAlerts(self.fleet, self.cache_view))
 
     def serve(self, requests: int, cached: int = 60) -> None:
         """Count requests with prompts of 100 tokens."""
@@ -158,19 +158,6 @@ def test_full_kv_memory_missing_events_and_other_tokens_are_alerts() -> None:
     cache.token_mismatch = True
     setting.alert_ids(0.0)
     assert setting.alert_ids(LASTING_S) == ["kv_memory_full", "token_mismatch"]
-
-
-def test_rejections_are_an_alert_for_a_minute_with_their_reasons() -> None:
-    setting = Setting()
-    setting.alert_ids(0.0)
-    setting.counters.rejected["requests_per_min", 2] += 7
-    setting.counters.rejected_by_tenant["batch", 2, "requests_per_min"] += 7
-    assert setting.alert_ids(2.0) == ["rejections"]
-    assert setting.alerts.current[0].cause == "Reasons: requests_per_min (7). Tenant: batch (7)."
-    assert "Raise requests_per_min" in setting.alerts.current[0].what_to_do
-    for second in range(4, 64, 2):
-        setting.alert_ids(float(second))
-    assert setting.alert_ids(66.0) == []
 
 
 def test_many_nodes_are_named_in_part() -> None:

@@ -90,6 +90,7 @@ from warmroute.telemetry.loop_delay import LoopDelay
 from warmroute.telemetry.process_metrics import add_process_metrics
 from warmroute.telemetry.prometheus import MetricsPage
 from warmroute.telemetry.queue_metrics import QueueMetrics
+from warmroute.telemetry.rejections import Rejections
 from warmroute.telemetry.router_metrics import RouterMetrics
 from warmroute.telemetry.scrape import Scrapes
 from warmroute.telemetry.tracing.create import create_tracing
@@ -177,9 +178,11 @@ class Service:
         changes = CacheChanges(self.fleet, self.cache_view)
         causes = Causes(self.fleet, self.cache_view, changes, lambda key: self.prompt_doctor.reports.get(key))
         hit_rates = HitRateAlerts(self.traffic, changes, causes, lambda: self.prompt_doctor.findings)
+        self.rejections = Rejections(self.counters)
         self.alerts = Alerts(
             self.proxy.client_errors,
-            FleetAlerts(self.fleet, self.cache_view, self.counters),
+            FleetAlerts(self.fleet, self.cache_view),
+            self.rejections,
             hit_rates,
             lambda _now_s: discovery_alerts(self.discovery),
             lambda now_s: cluster_alerts(self.member, now_s),
@@ -446,6 +449,7 @@ class Service:
             )
             await cut_off(self.clients)
         self.proxy.client_errors.log_rest()
+        self.rejections.log_rest()
         if self.picker is not None:
             await self.picker.close()
         if self.worker is not None:

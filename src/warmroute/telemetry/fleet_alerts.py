@@ -1,8 +1,7 @@
-"""Alerts about the fleet: nodes that are down, slow, short of KV memory or without usable KV events, and rejections."""
+"""Alerts about the fleet: nodes that are down, slow, short of KV memory or without usable KV events."""
 
 from __future__ import annotations
 
-from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from statistics import median
 from typing import Final
@@ -12,7 +11,6 @@ from warmroute.fleet.health import HealthState
 from warmroute.fleet.node import Node
 from warmroute.index.cache_view import CacheView
 from warmroute.telemetry.alerts import Alert
-from warmroute.telemetry.counters import Counters
 
 SLOW_FACTOR: Final = 2.0
 """A node is slow if it prefills a token this many times as slowly as the median of its model's nodes."""
@@ -24,21 +22,17 @@ is mostly that of one step."""
 MIN_PEERS: Final = 3
 FULL_KV: Final = 0.95
 LASTING_S: Final = 30.0
-REJECTIONS_S: Final = 60.0
 FIRST_CHECK_S: Final = 10.0
 """How long nodes may stay unchecked after the start before it is an alert that none can serve."""
 SHOWN_NAMES: Final = 4
 
 
 class FleetAlerts:
-    def __init__(self, fleet: Fleet, cache_view: CacheView, counters: Counters) -> None:
+    def __init__(self, fleet: Fleet, cache_view: CacheView) -> None:
         self._fleet = fleet
         self._cache_view = cache_view
-        self._counters = counters
-        self._rejected: deque[tuple[float, Counter[str], Counter[str]]] = deque()
-        """Rejections by reason and by tenant, as of the last REJECTIONS_S."""
 
-    def __call__(self, now_s: float) -> Iterator[Alert]:
+    def __call__(self, _now_s: float) -> Iterator[Alert]:
         nodes = list(self._fleet)
         yield from self._health(nodes)
         yield from _slow(nodes)
@@ -53,7 +47,6 @@ class FleetAlerts:
                 "check that they are not used by other clients.",
             )  # fmt: skip
         yield from self._caches()
-        yield from self._rejections(now_s)
 
     def _health(self, nodes: Sequence[Node]) -> Iterator[Alert]:
         down = [node for node in nodes if node.health.state in (HealthState.DOWN, HealthState.HALF_OPEN)]
@@ -105,38 +98,6 @@ class FleetAlerts:
                 cause="The engine uses another tokenizer or chat template, so its KV events match no prompt.",
                 what_to_do="Set tokenizer and chat_template in [[models]] to those of the engine.",
             )  # fmt: skip
-
-    def _rejections(self, now_s: float) -> Iterator[Alert]:
-        reasons: Counter[str] = Counter()
-        for (reason, _), count in self._counters.rejected.items():
-            reasons[reason] += count
-        tenants: Counter[str] = Counter()
-        for (tenant, _, _), count in self._counters.rejected_by_tenant.items():
-            tenants[tenant] += count
-        self._rejected.append((now_s, reasons, tenants))
-        while len(self._rejected) > 1 and self._rejected[1][0] <= now_s - REJECTIONS_S:
-            self._rejected.popleft()
-        before_s, reasons_before, tenants_before = self._rejected[0]
-        recent = reasons - reasons_before
-        if recent:
-            worst = [reason for reason, _ in recent.most_common()]
-            named = [(name, count) for name, count in (tenants - tenants_before).most_common(SHOWN_NAMES) if name]
-            senders = ", ".join(f"{name} ({count:,})" for name, count in named)
-            yield Alert(
-                id="rejections", severity="warning",
-                title=f"{sum(recent.values()):,} requests rejected in the last {max(1.0, now_s - before_s):.0f} s",
-                cause="Reasons: " + ", ".join(f"{reason} ({recent[reason]:,})" for reason in worst)
-                + (f". {'Tenant' if len(named) == 1 else 'Tenants'}: {senders}." if named else "."),
-                what_to_do=_ADVICE.get(worst[0], "Add nodes, or let clients send fewer requests."),
-            )  # fmt: skip
-
-
-_ADVICE: Final = {
-    "requests_per_min": "The tenant sends more than its limit. Raise requests_per_min in [[keys]] if it may.",
-    "tokens_per_min": "The tenant sends more than its limit. Raise tokens_per_min in [[keys]] if it may.",
-    "deadline_ttft": "No node can meet the clients' TTFT deadlines. Add nodes, or relax the deadlines.",
-    "deadline_total": "No node can meet the clients' deadlines. Add nodes, or relax the deadlines.",
-}
 
 
 def _slow(nodes: Sequence[Node]) -> Iterator[Alert]:
