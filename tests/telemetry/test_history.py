@@ -9,7 +9,7 @@ from warmroute.fleet.fleet import Fleet
 from warmroute.index.cache_view import CacheView
 from warmroute.telemetry.alerts import KEEP_ENDED_S, MAX_ENDED, Alert, Alerts
 from warmroute.telemetry.counters import Counters
-from warmroute.telemetry.fleet_alerts import LASTING_S, MIN_ANSWERS, FleetAlerts
+from warmroute.telemetry.fleet_alerts import LASTING_S, MAX_DOWN, MIN_ANSWERS, FleetAlerts
 from warmroute.telemetry.history import COARSE_POINTS, FINE_POINTS, WINDOW_S, History, ScalingChange
 from warmroute.telemetry.traffic import RouteTraffic, Traffic
 
@@ -105,12 +105,36 @@ def test_a_node_that_is_down_is_an_alert_with_its_reason_until_it_is_up_again() 
     node = setting.fleet.node("n1")
     setting.fleet.check_failed(node, 10.0, "connection refused")
     setting.alert_ids(10.0)
-    assert setting.alert_ids(25.0) == ["node_down"]
+    assert setting.alert_ids(25.0) == ["node_down n1"]
     [alert] = setting.alerts.current
     assert alert.title == "n1 is down" and "Connection refused." in alert.cause and alert.nodes == ("n1",)
     assert alert.since_s == 10.0 and alert.what_to_do
     setting.fleet.check_passed(node, 30.0)
     assert setting.alert_ids(30.0) == []
+
+
+def test_each_node_that_is_down_has_an_alert_of_its_own_and_a_half_open_one_is_a_warning() -> None:
+    setting = Setting(2)
+    first, second = setting.fleet
+    for _ in range(first.health.config.consecutive_failures):
+        first.health.request_failed(10.0, "HTTP status 500")
+    assert setting.alert_ids(10.0) == ["node_down n0"] and setting.alerts.current[0].severity == "critical"
+    setting.fleet.check_passed(first, 1000.0)
+    setting.fleet.check_failed(second, 1000.0, "connection refused")
+    assert setting.alert_ids(1000.0)[-2:] == ["node_down n1", "node_down n0"]
+    refused, waiting = setting.alerts.current[-2:]
+    assert (refused.since_s, waiting.since_s) == (1000.0, 10.0)
+    assert (waiting.severity, waiting.cause) == ("warning", "HTTP status 500.")
+    assert waiting.title == "n0 waits for a trial request" and refused.title == "n1 is down"
+
+
+def test_of_many_nodes_that_are_down_the_last_ones_share_an_alert() -> None:
+    setting = Setting(MAX_DOWN + 2)
+    for node in setting.fleet:
+        setting.fleet.check_failed(node, 10.0, "connection refused")
+    assert len(setting.alert_ids(10.0)) == 1 + MAX_DOWN + 1
+    [shared] = [alert for alert in setting.alerts.current if alert.id == "node_down"]
+    assert shared.nodes == (f"n{MAX_DOWN}", f"n{MAX_DOWN + 1}") and shared.cause == "Connection refused."
 
 
 def test_an_ejected_node_is_an_alert() -> None:
@@ -123,7 +147,7 @@ def test_a_fleet_that_cannot_serve_is_critical_and_comes_first() -> None:
     setting = Setting()
     for node in setting.fleet:
         setting.fleet.check_failed(node, 10.0, "connection refused")
-    assert setting.alert_ids(10.0) == ["no_node", "node_down"]
+    assert setting.alert_ids(10.0) == ["no_node", "node_down n0", "node_down n1", "node_down n2"]
     assert setting.alerts.current[0].severity == "critical"
 
 
@@ -163,9 +187,9 @@ def test_full_kv_memory_missing_events_and_other_tokens_are_alerts() -> None:
 def test_many_nodes_are_named_in_part() -> None:
     setting = Setting(12)
     for node in list(setting.fleet)[:8]:
-        setting.fleet.check_failed(node, 10.0, "connection refused")
+        node.health.eject(10.0, 30.0, "9 of its last 12 requests failed")
     setting.alert_ids(10.0)
-    assert setting.alerts.current[0].title == "n0, n1, n2, n3 and 4 more nodes are down"
+    assert setting.alerts.current[0].title == "n0, n1, n2, n3 and 4 more nodes are ejected"
 
 
 def test_a_source_that_fails_does_not_hide_the_others() -> None:

@@ -47,6 +47,8 @@ class Health:
     confirmed: bool = False
     """DOWN because the connection was refused or the node said so, not on suspicion."""
     reason: str = "not yet checked"
+    failure: str = ""
+    """Why it went DOWN the last time."""
     breaker_open_until_s: float = 0.0
     ejected_until_s: float = 0.0
     ejection_s: float = 0.0
@@ -110,7 +112,7 @@ class Health:
         """The connection was refused, or the node says that it cannot serve."""
         self._failed_check_s = now_s
         if self.confirmed_down:
-            self.reason = reason
+            self.reason = self.failure = reason
             return
         self._mark_down(now_s, confirmed=True, reason=reason)
 
@@ -138,7 +140,7 @@ class Health:
         self._next_open_s = self.config.breaker_open_s
 
     def _mark_down(self, now_s: float, *, confirmed: bool, reason: str) -> None:
-        self.state, self.confirmed, self.reason = HealthState.DOWN, confirmed, reason
+        self.state, self.confirmed, self.reason, self.failure = HealthState.DOWN, confirmed, reason, reason
         self.breaker_open_until_s = now_s + self._next_open_s
         self._next_open_s = min(self._next_open_s * 2, self.config.breaker_open_max_s)
         self._consecutive_failures = 0

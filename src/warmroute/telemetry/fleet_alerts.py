@@ -10,7 +10,7 @@ from warmroute.fleet.fleet import Fleet
 from warmroute.fleet.health import HealthState
 from warmroute.fleet.node import Node
 from warmroute.index.cache_view import CacheView
-from warmroute.telemetry.alerts import Alert
+from warmroute.telemetry.alerts import Alert, Severity
 
 SLOW_FACTOR: Final = 2.0
 """A node is slow if it prefills a token this many times as slowly as the median of its model's nodes."""
@@ -25,6 +25,8 @@ LASTING_S: Final = 30.0
 FIRST_CHECK_S: Final = 10.0
 """How long nodes may stay unchecked after the start before it is an alert that none can serve."""
 SHOWN_NAMES: Final = 4
+MAX_DOWN: Final = 16
+"""Nodes that are down and have an alert each. Further ones share one, so that the list stays readable."""
 
 
 class FleetAlerts:
@@ -58,15 +60,15 @@ class FleetAlerts:
                 cause="All nodes are down, draining or not yet checked. Clients receive 503.",
                 what_to_do="Start the engines or end the drains. The router notices within a second.",
             )  # fmt: skip
-        if down:
-            names = tuple(node.name for node in down)
-            reasons = list(dict.fromkeys(node.health.reason for node in down))
+        unhealthy = [node for node in down if node.health.state is HealthState.DOWN]
+        severity: Severity = "critical" if 2 * len(unhealthy) >= len(nodes) else "warning"
+        yield from (_down(node, severity) for node in down[:MAX_DOWN])
+        if more := down[MAX_DOWN:]:
+            names = tuple(node.name for node in more)
             yield Alert(
-                id="node_down", severity="critical" if 2 * len(down) >= len(nodes) else "warning", nodes=names,
-                title=f"{_names(names)} {'is' if len(down) == 1 else 'are'} down",
-                cause=_sentence("; ".join(reasons[:SHOWN_NAMES])),
-                what_to_do="Look at the engine's log and restart it. The router sends requests again, slowly at "
-                "first, once its health check passes.",
+                id="node_down", severity=severity, nodes=names, title=f"{_names(names)}: down, too",
+                cause=_sentence("; ".join(list(dict.fromkeys(node.health.failure for node in more))[:SHOWN_NAMES])),
+                what_to_do=_RESTART,
             )  # fmt: skip
 
         ejected = [node for node in nodes if node.health.state is HealthState.EJECTED]
@@ -98,6 +100,27 @@ class FleetAlerts:
                 cause="The engine uses another tokenizer or chat template, so its KV events match no prompt.",
                 what_to_do="Set tokenizer and chat_template in [[models]] to those of the engine.",
             )  # fmt: skip
+
+
+_RESTART: Final = (
+    "Look at the engine's log and restart it. The router sends requests again, slowly at first, once its health check "
+    "passes."
+)
+
+
+def _down(node: Node, severity: Severity) -> Alert:
+    health, name = node.health, node.name
+    if health.state is HealthState.HALF_OPEN:
+        return Alert(
+            id=f"node_down {name}", severity="warning", nodes=(name,), title=f"{name} waits for a trial request",
+            cause=_sentence(health.failure),
+            what_to_do="Its health check passes. Look at the engine's log. If a trial request succeeds, the router "
+            "sends the node more of them, slowly at first.",
+        )  # fmt: skip
+    return Alert(
+        id=f"node_down {name}", severity=severity, nodes=(name,), title=f"{name} is down",
+        cause=_sentence(health.reason), what_to_do=_RESTART,
+    )  # fmt: skip
 
 
 def _slow(nodes: Sequence[Node]) -> Iterator[Alert]:
