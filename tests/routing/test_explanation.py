@@ -9,6 +9,7 @@ from heapq import nsmallest
 from random import Random
 from typing import Any
 
+import msgspec
 import pytest
 from routing_harness import MODEL, FakeRequest, RoutingHarness, explained, prompt
 
@@ -173,7 +174,10 @@ def test_queueing_and_retries() -> None:
     plain = explain_decision(record)
     assert explain_decision(record, queued_ms=0.4) == plain
     assert explain_decision(record, queued_ms=1140.0) == f"{plain}; queued for 1,140 ms first"
-    n0, n2 = harness.nodes[0], harness.nodes[2]
+    n0, n1, n2 = harness.nodes
+    n1.update_config(msgspec.structs.replace(n1.config, max_inflight=1))
+    limit = "(n1 gets at most 1 request at a time: max_inflight)"
+    assert explain_decision(record, queued_ms=1140.0) == f"{plain}; queued for 1,140 ms first {limit}"
     assert explain_decision(record, tried=2, last=n0) == f"n0: retry after n1 failed; first choice was {plain}"
     failed = explain_decision(record, tried=2, last=n0, failed=True)
     assert failed == f"no node answered (2 nodes tried); first choice was {plain}"

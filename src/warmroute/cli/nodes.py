@@ -19,7 +19,7 @@ Row = dict[str, Any]
 _STYLES: Final = {"up": "green", "draining": "yellow", "unknown": "dim"}
 _COLUMNS: Final[tuple[tuple[str, Callable[[Row], str]], ...]] = (
     ("role", lambda node: str(node["role"])),
-    ("requests", lambda node: f"{node['requests_in_flight']:,}"),
+    ("requests", lambda node: f"{node['requests_in_flight']:,}" + _limit(node)),
     ("waiting in engine", lambda node: "–" if node["engine_waiting"] is None else f"{node['engine_waiting']:,}"),
     ("KV memory", lambda node: "–" if node["kv_usage"] is None else f"{node['kv_usage']:.0%}"),
     ("engine", lambda node: str(node["engine"])),
@@ -83,6 +83,12 @@ def _list(args: argparse.Namespace) -> int:
         if node["state"] != "up" and node["reason"]:
             out.print(f"{node['name']}: {node['reason']}", markup=False, highlight=False, soft_wrap=True)
     return 0
+
+
+def _limit(node: Row) -> str:
+    """The most requests that the router sends to the node at a time, if there is a limit."""
+    most = node.get("max_inflight") or node.get("concurrency_limit")
+    return f" of {most:,}" if most else ""
 
 
 def _some(names: list[str] | tuple[str, ...]) -> str:

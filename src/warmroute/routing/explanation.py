@@ -38,6 +38,9 @@ def explain_decision(
     text = f"{record.node.name}: {_why(record)}"
     if queued_ms >= NEGLIGIBLE_MS:
         text += f"; queued for {_ms(queued_ms)} first"
+        if most := record.node.max_inflight or record.node.concurrency.most:
+            known = "max_inflight" if record.node.max_inflight else "learned"
+            text += f" ({record.node.name} gets at most {_number(most, 'request')} at a time: {known})"
     if poison:
         nodes = f"{_number(tried, 'node')} that serve other requests answered it with an error"
         return (
