@@ -101,6 +101,20 @@ def test_a_request_without_a_first_byte_ends_when_its_deadline_has_passed() -> N
     harness.assert_all_counters_are_zero()
 
 
+@pytest.mark.parametrize("hangs", [True, False])
+def test_a_node_that_hangs_until_the_deadline_has_failed(hangs: bool) -> None:
+    """No request waits for a timeout, so the deadline is the only sign. A node that answers others is not at fault."""
+    harness = Harness(1, hedging=Hedging(min_delay_s=2.0, factor=5.0))
+    node = harness.nodes[0]
+    attempts, driver = harness.late(ttft_ms=4000, tokens=200)
+    harness.run(3.5)
+    if not hangs:
+        node.waiting, node.last_progress_s = 3, harness.now_s
+    harness.run(0.7)
+    assert attempts.done and isinstance(driver.error, DeadlinePassed)
+    assert node.outcomes[Outcome.FAILED] == hangs and node.outcomes[Outcome.CANCELLED] == (not hangs)
+
+
 def test_a_hedge_ends_with_its_request() -> None:
     harness = Harness(2, hedging=Hedging(max_ratio=1.0))
     attempts, driver = harness.late(total_ms=15_000)

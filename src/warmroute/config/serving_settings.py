@@ -29,7 +29,7 @@ class Listen(Section, frozen=True):
             max_length=64,
             description="Addresses or networks (CIDR) of the proxies in front of the router, and `unix` for those that "
             "use its unix socket. Log and alerts then name the client that their `X-Forwarded-For` names. The router "
-            "believes this header of nobody else.",
+            "believes this header from no other sender.",
         ),
     ] = ()
 
