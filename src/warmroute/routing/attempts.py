@@ -470,8 +470,8 @@ class Attempts:
         dispatcher.counters.interrupted += 1
 
     def end_late(self, error: DeadlinePassed, now_s: float) -> None:
-        """A deadline of the request has passed. The tenant is charged for the work of the nodes. A node is at fault only if
-        it looks as if it hangs."""
+        """A deadline of the request has passed. The tenant is charged for the work of the nodes. A node has failed only
+        if it looks as if it hangs."""
         driver, dispatcher = self.driver, self._dispatcher
         if self.answering:
             self.done = True  # before the client's connection is closed
