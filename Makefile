@@ -18,7 +18,7 @@
 # make oracle         compare seeded replays with the recorded ones, byte by byte
 # make trace          count the Python calls that one streamed request costs
 # make bench          figures on this machine (docs/lab/benchmarks.md explains them)
-# make page           build the live page (ui/) into src/warmroute/console/page; needs Node.js 20 or later
+# make page           build the live page (ui/) into src/warmroute/app/page; needs Node.js 20 or later
 # make test-browser   the live page in Debian's Chromium, under load; with WARMROUTE_SCREENSHOTS=1 it writes docs/images
 # make monitoring     write Grafana's dashboard and Prometheus' alert rules into deploy/
 # make test-promtool  the alert rules and dashboard with Debian's Prometheus: promtool, and a server that scrapes a router

@@ -16,12 +16,12 @@ import msgspec
 from record import Report, add_record_option
 
 from warmroute.config import from_table
-from warmroute.fake_engine.profiles import profile
-from warmroute.replay.simulation.conditions import Conditions, NodeSpec
-from warmroute.replay.simulation.world import World
-from warmroute.replay.summary import percentile
-from warmroute.replay.workloads.generators import Popularity
-from warmroute.replay.workloads.workload_prompt import Segments, WorkloadPrompt, segment_id
+from warmroute.lab.engine.timing import profile
+from warmroute.lab.simulated_node import Conditions, NodeSpec
+from warmroute.lab.summary import percentile
+from warmroute.lab.workloads.generators import Popularity
+from warmroute.lab.workloads.workload_prompt import Segments, WorkloadPrompt, segment_id
+from warmroute.lab.world import World
 
 
 def prompts(args: argparse.Namespace, adapters: tuple[str, ...]) -> Iterator[WorkloadPrompt]:

@@ -19,7 +19,7 @@ import uvloop
 from agreement_trials import Comparison, Trial, run_both, run_in_replay
 from record import Report, add_record_option, load_average
 
-from warmroute.replay.workloads.workload_prompt import FollowUp, WorkloadPrompt
+from warmroute.lab.workloads.workload_prompt import FollowUp, WorkloadPrompt
 
 MAX_HIT_RATE_POINTS, MAX_TTFT_DIFFERENCE = 1.0, 0.10
 JITTER_MS = 50.0

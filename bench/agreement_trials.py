@@ -18,16 +18,14 @@ from pathlib import Path
 import msgspec
 
 from warmroute.config import Admission, Config, ConfigError, Polling, Pricing, from_table
-from warmroute.demo.child_processes import Child, Children
-from warmroute.demo.load_generator.load_run import LoadOptions, LoadRun
-from warmroute.demo.router_process import send_request
-from warmroute.fake_engine.profiles import profile
-from warmroute.replay.simulation.conditions import Conditions, Island, NodeSpec
-from warmroute.replay.simulation.world import World
-from warmroute.replay.summary import Run, summary
-from warmroute.replay.workloads.catalog import parse_workload
-from warmroute.replay.workloads.prompt_text import Form
-from warmroute.replay.workloads.workload_prompt import WorkloadPrompt
+from warmroute.lab.demo.processes import Child, Children, send_request
+from warmroute.lab.engine.timing import profile
+from warmroute.lab.load import LoadOptions, LoadRun
+from warmroute.lab.simulated_node import Conditions, Island, NodeSpec
+from warmroute.lab.summary import Run, summary
+from warmroute.lab.workloads import parse_workload
+from warmroute.lab.workloads.workload_prompt import Form, WorkloadPrompt
+from warmroute.lab.world import World
 
 HOST = "127.0.0.1"
 READY_WITHIN_S = 30.0

@@ -29,29 +29,25 @@ import msgspec
 from record import Report, add_record_option, load_average
 from request_path import cost_us
 
-from warmroute.capture.capture import Capture, CapturedPrompt
-from warmroute.capture.capture_files import CaptureFile
-from warmroute.capture.capture_run import CaptureRun, EndedRequest
+from warmroute.app.capture import Capture, CapturedPrompt, CaptureFile, CaptureRun, EndedRequest
 from warmroute.config import Capture as CaptureConfig
 from warmroute.config import Health, NodeConfig
-from warmroute.demo import routing_comparison
-from warmroute.demo.child_processes import Child, Children, free_port
-from warmroute.demo.load_generator.load_run import LoadOptions, LoadRun
-from warmroute.demo.router_process import send_request, start_router
-from warmroute.demo.routing_comparison import RoutingComparison
-from warmroute.fake_engine.profiles import profile
-from warmroute.fleet.fleet import Fleet as WarmrouteFleet
-from warmroute.fleet.node import Outcome
-from warmroute.fleet.ticket import Ticket
+from warmroute.core.fleet import Fleet as WarmrouteFleet
+from warmroute.core.messages import Outcome, RoutingRequest
+from warmroute.core.node import Ticket
+from warmroute.core.traffic import Counters
+from warmroute.lab.demo import part_routing
+from warmroute.lab.demo.part_routing import RoutingComparison
+from warmroute.lab.demo.processes import Child, Children, free_port, send_request, start_router
+from warmroute.lab.engine.timing import profile
+from warmroute.lab.load import LoadOptions, LoadRun
+from warmroute.lab.replay_setup import PolicySpec, parse_policy
+from warmroute.lab.run import Setup, replay
+from warmroute.lab.simulated_node import Conditions, NodeSpec
+from warmroute.lab.sizing import Limits, nodes_needed
+from warmroute.lab.summary import Measured, measure
+from warmroute.lab.workloads import Trace, parse_workload
 from warmroute.prompt.prompt import exact_prompt
-from warmroute.prompt.routing_request import RoutingRequest
-from warmroute.replay import Setup, parse_policy, replay
-from warmroute.replay.measured import Measured, measure
-from warmroute.replay.policy_spec import PolicySpec
-from warmroute.replay.simulation.conditions import Conditions, NodeSpec
-from warmroute.replay.sizing import Limits, nodes_needed
-from warmroute.replay.workloads.catalog import Trace, parse_workload
-from warmroute.telemetry.counters import Counters
 
 SEEDS = 5
 CHATS = "multi_turn_chat systems=4 system_tokens=400 turns=4 message_tokens=120 output_tokens=150 think_s=2"
@@ -108,7 +104,7 @@ class Fleet(msgspec.Struct, frozen=True):
         )
 
 
-DEMO_FLEET = Fleet(routing_comparison.ENGINES, routing_comparison.PROFILE, routing_comparison.BLOCKS)
+DEMO_FLEET = Fleet(part_routing.ENGINES, part_routing.PROFILE, part_routing.BLOCKS)
 CHAT_FLEET = Fleet(4, "l4-8b", 1500)
 TRACE_FLEET = Fleet(4, "2xh100-32b", 20_000, max_model_len=1_000_000)
 
@@ -162,7 +158,7 @@ async def _demo(folder: Path, report: Report) -> None:
         await comparison.run(free_port(18_300), lambda _policy: None)
         await asyncio.sleep(1.0)  # the last requests are written
         await asyncio.to_thread(comparison.stop)
-    for policy in routing_comparison.POLICIES:
+    for policy in part_routing.POLICIES:
         _compare(f"`make run`, {policy}", folder / f"demo-{policy}", DEMO_FLEET, policy, report)
 
 

@@ -17,17 +17,17 @@ from typing import Any, cast
 
 from record import Report, add_record_option
 
-from warmroute.build_info import build
-from warmroute.cluster.cluster_state import ClusterState
-from warmroute.cluster.messages import PUBLISH_S
+from warmroute import build
 from warmroute.config import Admission as AdmissionConfig
 from warmroute.config import Health, Index, NodeConfig, Pricing, Routing
-from warmroute.fleet.fleet import Fleet
-from warmroute.fleet.ticket import Ticket
-from warmroute.index.cache_view import CacheView
-from warmroute.routing.admission import Admission
-from warmroute.routing.dispatcher import Dispatcher
-from warmroute.routing.router import Router
+from warmroute.core.admission import Admission
+from warmroute.core.brain import Dispatcher
+from warmroute.core.cache_view import CacheView
+from warmroute.core.cluster.cluster_state import ClusterState
+from warmroute.core.cluster.messages import PUBLISH_S
+from warmroute.core.fleet import Fleet
+from warmroute.core.node import Ticket
+from warmroute.core.router import Router
 
 BLOCKS = 40
 MESSAGES = 400

@@ -135,7 +135,7 @@ def start(build: Path, port: int, folder: Path, tokenizer: Path | None) -> subpr
     # The name of the command's module depends on the build.
     code = (
         "import sys, importlib.util as u\n"
-        "name = 'warmroute.app.main' if u.find_spec('warmroute.app') else 'warmroute.cli.main'\n"
+        "name = 'warmroute.app.main' if u.find_spec('warmroute.app') else 'warmroute.app.main'\n"
         "sys.exit(__import__(name, fromlist=['main']).main())"
     )
     command = [sys.executable, "-c", code, "serve", "--port", str(port), "--admin-port", "0", "--policy", "price"]
@@ -186,7 +186,7 @@ def interval(ratios: list[float], samples: int = 10_000) -> tuple[float, float]:
 
 
 def version(build: Path) -> str:
-    code = "from warmroute.build_info import build; print(build())"
+    code = "from warmroute import build; print(build())"
     env = os.environ | {"PYTHONPATH": str(build)}
     kind = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True).stdout.strip()
     commit = subprocess.run(

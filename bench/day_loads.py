@@ -24,12 +24,11 @@ from typing import Any
 
 import msgspec
 
-from warmroute.fake_engine.core.block_content import mix64
-from warmroute.replay.workloads.catalog import Generated, parse_workload
-from warmroute.replay.workloads.conversations import Conversation
-from warmroute.replay.workloads.generators import system_prompts
-from warmroute.replay.workloads.trace import TraceBlocks
-from warmroute.replay.workloads.workload_prompt import FollowUp, WorkloadPrompt
+from warmroute.lab.engine.blocks import mix64
+from warmroute.lab.workloads import Generated, parse_workload
+from warmroute.lab.workloads.generators import Conversation, system_prompts
+from warmroute.lab.workloads.trace import TraceBlocks
+from warmroute.lab.workloads.workload_prompt import FollowUp, WorkloadPrompt
 
 AGENT_TRACE = "traces/weka_60sessions_mooncake_format.jsonl.gz"
 AGENT_ID_TOKENS = 64

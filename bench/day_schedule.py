@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from warmroute.config import Scaling
-from warmroute.replay.peers.scalers import decision_for
-from warmroute.replay.simulation.simulated_scaling import BusyShares
-from warmroute.scaling.fleet_observer import FleetView
+from warmroute.lab.peers.scalers import decision_for
+from warmroute.lab.simulated_scaling import BusyShares
+from warmroute.scaling.observer import FleetView
 from warmroute.scaling.offer_selection import OfferSelector
 from warmroute.scaling.scaling_decision import PaidNode, ScalingDecision
 

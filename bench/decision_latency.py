@@ -36,26 +36,24 @@ import msgspec
 from external_data import add_data_option, data_files
 from record import Report, add_record_option, load_average
 
+from warmroute.app.service import GC_THRESHOLD
 from warmroute.config import Config, Health, Index, ModelConfig, NodeConfig, Routing
-from warmroute.config.node_settings import Role
-from warmroute.edge.prompt_reader import PromptReader
-from warmroute.fleet.fleet import Fleet
-from warmroute.fleet.node import Outcome
-from warmroute.fleet.ticket import Ticket
-from warmroute.index.cache_view import CacheView
-from warmroute.index.lookup import Lookup
-from warmroute.index.tiers import Tier
-from warmroute.prompt.body_fields import read_json
+from warmroute.config.nodes import Role
+from warmroute.core.cache_view import CacheView
+from warmroute.core.decision import Decision
+from warmroute.core.fleet import Fleet
+from warmroute.core.messages import Lookup, Outcome, RoutingRequest
+from warmroute.core.node import Ticket
+from warmroute.core.node_cache import Tier
+from warmroute.core.router import Router
+from warmroute.core.tickets import Dispatch
+from warmroute.core.traffic import Counters
+from warmroute.edge.arrival import lookup_of
 from warmroute.prompt.prompt import Prompt
 from warmroute.prompt.prompt_tokenizer import PromptTokenizer
-from warmroute.prompt.routing_request import RoutingRequest
-from warmroute.prompt.tokenizer_registry import TokenizerRegistry
-from warmroute.routing.decision import Decision
-from warmroute.routing.dispatch import Dispatch
-from warmroute.routing.query import lookup_of
-from warmroute.routing.router import Router
-from warmroute.service.service import GC_THRESHOLD
-from warmroute.telemetry.counters import Counters
+from warmroute.prompt.reader import PromptReader
+from warmroute.prompt.registry import TokenizerRegistry
+from warmroute.prompt.request_body import read_json
 
 CHAT = b"/v1/chat/completions"
 BLOCK_TOKENS = 16

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 from record import Report, add_record_option
 from rich.progress import track
 
-from warmroute.fake_engine.profiles import profile
-from warmroute.replay import Run
-from warmroute.replay.simulation.conditions import NodeSpec
+from warmroute.lab.engine.timing import profile
+from warmroute.lab.simulated_node import NodeSpec
+from warmroute.lab.summary import Run
 
 HARDWARE = "2xh100-32b"
 

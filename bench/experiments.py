@@ -15,11 +15,13 @@ import msgspec
 from load_steps import LoadStep, run_load_steps
 from record import Report, add_record_option
 
-from warmroute.fake_engine.profiles import GPUS, profile
-from warmroute.replay import Run, Setup, parse_policy, replay
-from warmroute.replay.report.table import ms
-from warmroute.replay.simulation.conditions import Conditions, NodeSpec
-from warmroute.replay.workloads.catalog import parse_workload
+from warmroute.lab.engine.timing import GPUS, profile
+from warmroute.lab.replay_setup import parse_policy
+from warmroute.lab.report import ms
+from warmroute.lab.run import Setup, replay
+from warmroute.lab.simulated_node import Conditions, NodeSpec
+from warmroute.lab.summary import Run
+from warmroute.lab.workloads import parse_workload
 
 # llm-d/llm-d, guides/precise-prefix-cache-aware/benchmark-templates/guide.yaml: rate and seconds of each stage.
 LLM_D_STEPS = (
@@ -132,7 +134,7 @@ def run_llm_d(args: argparse.Namespace, report: Report) -> None:
     if args.json:
         args.json.write_text(json.dumps({"runs": runs}, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
     if args.html:
-        from warmroute.replay.report.html_page import page
+        from warmroute.lab.html_report import page
 
         args.html.write_text(page(runs, "llm-d's load steps on 8 × 2xh100-32b"), encoding="utf-8")
     found = {(run["policy"], run["rate"]): run for run in runs}

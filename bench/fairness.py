@@ -21,16 +21,15 @@ import msgspec
 from record import Report, add_record_option
 
 from warmroute.config import Admission, Config, Index, Routing
-from warmroute.config.priority import LOW
-from warmroute.fake_engine.profiles import profile
-from warmroute.replay.policy_spec import INDEX_BYTES
-from warmroute.replay.simulation.conditions import Conditions, NodeSpec
-from warmroute.replay.simulation.flight import Flight
-from warmroute.replay.simulation.simulated_node import SimulatedNode
-from warmroute.replay.simulation.world import World
-from warmroute.replay.workloads.arrivals import poisson
-from warmroute.replay.workloads.generators import PriorityMix, SharedSystemPrompts
-from warmroute.replay.workloads.workload_prompt import WorkloadPrompt
+from warmroute.config.routing import LOW
+from warmroute.lab.engine.timing import profile
+from warmroute.lab.replay_setup import INDEX_BYTES
+from warmroute.lab.request_flow import Flight
+from warmroute.lab.simulated_node import Conditions, NodeSpec, SimulatedNode
+from warmroute.lab.workloads import poisson
+from warmroute.lab.workloads.generators import PriorityMix, SharedSystemPrompts
+from warmroute.lab.workloads.workload_prompt import WorkloadPrompt
+from warmroute.lab.world import World
 
 RATES = (12.0, 16.0, 20.0, 24.0, 30.0)
 MAX_WAITING = 200

@@ -53,7 +53,7 @@ def make_operations(paths: list[Path], blocks_per_id: int) -> list[Operation]:
     least recently used blocks, the tail of a prompt first, as vLLM does. In the end everything is removed.
     """
     from warmroute._kernel import hash_blocks
-    from warmroute.index.lookup import namespace_seed
+    from warmroute.core.messages import namespace_seed
 
     capacity = KV_TOKENS // (TRACE_BLOCK_TOKENS // blocks_per_id)
     operations: list[Operation] = []
@@ -166,7 +166,7 @@ def throughput(report: Report, block_tokens: int, operations: list[Operation], r
 def bytes_per_pair(report: Report) -> None:
     """Report the bytes per pair over all fill levels from 100,000 pairs on, by how many holders hold each block."""
     from warmroute._kernel import BlockIndex
-    from warmroute.index.tiers import Tier
+    from warmroute.core.node_cache import Tier
 
     report.table("memory", "holders of a block", "of", "tier", "blocks in a row", "bytes per pair, highest", "lowest")
     for sharing, count, run, tier in (

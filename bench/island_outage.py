@@ -25,18 +25,17 @@ from typing import Any
 from record import Report, add_record_option
 
 from warmroute.config import Config, from_table
-from warmroute.fake_engine.profiles import profile
-from warmroute.replay.simulation.conditions import Conditions, Island, NodeSpec
-from warmroute.replay.simulation.flight import Flight
-from warmroute.replay.simulation.simulated_node import ProcessState, SimulatedNode
-from warmroute.replay.simulation.world import World
-from warmroute.replay.summary import percentile
-from warmroute.replay.workloads.catalog import parse_workload
-from warmroute.routing.decision import Decision
-from warmroute.routing.island_choice import OUTPUT_TOKEN_BYTES, PROMPT_TOKEN_BYTES, IslandChoice
-from warmroute.routing.policy import Policy
-from warmroute.routing.query import Query
-from warmroute.routing.routing_errors import NoNodeAvailable
+from warmroute.core.decision import Decision
+from warmroute.core.island_choice import OUTPUT_TOKEN_BYTES, PROMPT_TOKEN_BYTES, IslandChoice
+from warmroute.core.policy import Policy
+from warmroute.core.rejections import NoNodeAvailable
+from warmroute.core.routing_context import Query
+from warmroute.lab.engine.timing import profile
+from warmroute.lab.request_flow import Flight
+from warmroute.lab.simulated_node import Conditions, Island, NodeSpec, ProcessState, SimulatedNode
+from warmroute.lab.summary import percentile
+from warmroute.lab.workloads import parse_workload
+from warmroute.lab.world import World
 
 CLOUDS = {"near": (1.0, 0.0), "far": (40.0, 0.02), "farther": (280.0, 0.09)}
 """Round trip [ms] and egress price [USD/GB]."""

@@ -21,9 +21,9 @@ from typing import Any
 import uvloop
 from record import Report, add_record_option, load_average
 
+from warmroute.app import service as service_module
+from warmroute.app.service import Service
 from warmroute.config import from_table
-from warmroute.service import Service
-from warmroute.service import service as service_module
 
 NODES = 64
 RATE = 1000.0

@@ -14,9 +14,9 @@ from random import Random
 
 import msgspec
 
-from warmroute.replay import Run, Setup, build_world
-from warmroute.replay.summary import summary
-from warmroute.replay.workloads.arrivals import poisson
+from warmroute.lab.run import Setup, build_world
+from warmroute.lab.summary import Run, summary
+from warmroute.lab.workloads import poisson
 
 PAUSE_S = 1.0
 

@@ -16,9 +16,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from warmroute.replay.workloads.arrivals import with_follow_ups
-from warmroute.replay.workloads.catalog import parse_workload
-from warmroute.replay.workloads.workload_prompt import WorkloadPrompt
+from warmroute.lab.workloads import parse_workload, with_follow_ups
+from warmroute.lab.workloads.workload_prompt import WorkloadPrompt
 
 ID_TOKENS = 512
 

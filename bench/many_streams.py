@@ -27,11 +27,10 @@ import uvloop
 from record import Report, add_record_option, load_average
 from soak import left_over
 
-from warmroute.demo.child_processes import Children, free_port
-from warmroute.demo.router_process import HOST, RouterProcess, send_request, start_router
+from warmroute._kernel import ChunkReader
+from warmroute.app.process import KEPT_BYTES, raise_file_limit
 from warmroute.edge.connection_pool import MAX_IDLE_CONNECTIONS
-from warmroute.edge.http1 import ChunkReader
-from warmroute.edge.process_limits import KEPT_BYTES, raise_file_limit
+from warmroute.lab.demo.processes import HOST, Children, RouterProcess, free_port, send_request, start_router
 
 ENGINES = 2
 PACE_S = 1.0

@@ -23,10 +23,10 @@ from typing import Any
 import uvloop
 from record import Report, add_record_option, load_average
 
+from warmroute.app import service as service_module
+from warmroute.app.service import Service
 from warmroute.config import from_table
-from warmroute.fleet.ticket import Ticket
-from warmroute.service import Service
-from warmroute.service import service as service_module
+from warmroute.core.node import Ticket
 
 NODES, MODELS, ROUTES, TENANTS = 64, 16, 4, 100
 SECONDS = 6.0

@@ -26,10 +26,10 @@ from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import parse_options_header
 from request_mutations import KEYS, MODELS
 
+from warmroute.app.service import Service
 from warmroute.config import from_table
-from warmroute.edge.api_keys import hash_key
+from warmroute.edge.arrival import hash_key
 from warmroute.edge.proxy import Proxy
-from warmroute.service import Service
 
 UNREADABLE = "unreadable"
 """In place of the fields of a body that the engine refuses."""

@@ -30,7 +30,7 @@ from live_page_cpu import FakeNode
 from record import Report, add_record_option, load_average
 from tracing_cpu import PROMPTS, request
 
-from warmroute.demo.child_processes import free_port
+from warmroute.lab.demo.processes import free_port
 
 NODES = 8
 CONNECTIONS = 16
@@ -104,8 +104,8 @@ class RouterProcess:
 
 def run_router(setting: str, arguments: list[str]) -> None:
     """Be a router, without history and alerts if the setting says so."""
-    from warmroute.cli.main import main as warmroute
-    from warmroute.service import service
+    from warmroute.app import service
+    from warmroute.app.main import main as warmroute
 
     async def nothing(*_given: object) -> None:
         pass

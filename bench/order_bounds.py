@@ -27,10 +27,9 @@ from external_data import add_data_option, data_files
 from policy_comparison import LOADS
 from record import Report, add_record_option
 
-from warmroute.fake_engine.profiles import profile
-from warmroute.replay.summary import percentile
-from warmroute.replay.workloads.arrivals import with_follow_ups
-from warmroute.replay.workloads.catalog import parse_workload
+from warmroute.lab.engine.timing import profile
+from warmroute.lab.summary import percentile
+from warmroute.lab.workloads import parse_workload, with_follow_ups
 
 WORKLOAD = "mooncake_synthetic"
 LIMIT = 800

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 from record import Report, add_record_option, load_average
 
-from warmroute.build_info import build
+from warmroute import build
 
 
 class Scenario(NamedTuple):
@@ -64,7 +64,7 @@ KNOWN, DISTINCT = "64", "0"
 
 
 def start_line(policy: str, config: Path | None = None) -> str:
-    warmroute = f"{sys.executable} -c 'import sys; from warmroute.cli.main import main; sys.exit(main())'"
+    warmroute = f"{sys.executable} -c 'import sys; from warmroute.app.main import main; sys.exit(main())'"
     nodes = "--node http://127.0.0.1:18001 --node http://127.0.0.1:18002"
     more = f" --config {config}" if config is not None else ""
     return f"exec {warmroute} serve --port 18080 --admin-port 0 --policy {policy} {nodes}{more}"

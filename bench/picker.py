@@ -35,7 +35,7 @@ from envoy_process import Envoy, any_port, running_envoy
 from live_page_cpu import WORDS, FakeNode
 from record import Report, add_record_option, load_average
 
-from warmroute.demo.child_processes import Children
+from warmroute.lab.demo.processes import Children
 
 MODES = (("buffered", "skipped"), ("buffered", "headers"), ("buffered", "streamed"), ("duplex", "duplex"))
 SIZES = (1, 16, 128)

@@ -38,15 +38,14 @@ from typing import Any, NamedTuple
 from external_data import add_data_option, data_files
 from record import Report, add_record_option, load_average
 
-from warmroute.demo.child_processes import Child, Children, free_port
-from warmroute.demo.load_generator.streaming_client import RequestFailed, RequestRefused, send_streaming
-from warmroute.demo.router_process import RouterProcess, start_router
-from warmroute.fake_engine.profiles import profile
-from warmroute.fake_engine.server.model_tokenizer import ModelTokenizer
-from warmroute.replay import Setup, replay
-from warmroute.replay.policy_spec import parse_policy
-from warmroute.replay.simulation.conditions import Conditions, NodeSpec
-from warmroute.replay.workloads.catalog import parse_workload
+from warmroute.lab.demo.processes import Child, Children, RouterProcess, free_port, start_router
+from warmroute.lab.engine.timing import profile
+from warmroute.lab.engine.tokenizers import ModelTokenizer
+from warmroute.lab.load import RequestFailed, RequestRefused, send_streaming
+from warmroute.lab.replay_setup import parse_policy
+from warmroute.lab.run import Setup, replay
+from warmroute.lab.simulated_node import Conditions, NodeSpec
+from warmroute.lab.workloads import parse_workload
 
 CHATS, TOKENIZER = "chats/mt_bench_101.jsonl.gz", "tokenizers/qwen3-rebuilt"
 PROFILE = "l4-8b"

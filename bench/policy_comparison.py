@@ -34,10 +34,11 @@ from external_data import add_data_option, data_files
 from record import Report, add_record_option
 from rich.progress import track
 
-from warmroute.fake_engine.profiles import profile
-from warmroute.replay import Setup, parse_policy, replay
-from warmroute.replay.simulation.conditions import Conditions, NodeSpec
-from warmroute.replay.workloads.catalog import parse_workload
+from warmroute.lab.engine.timing import profile
+from warmroute.lab.replay_setup import parse_policy
+from warmroute.lab.run import Setup, replay
+from warmroute.lab.simulated_node import Conditions, NodeSpec
+from warmroute.lab.workloads import parse_workload
 
 LOADS: dict[str, tuple[float, float, float]] = {
     "mooncake_arxiv_first1000": (1, 3, 6),

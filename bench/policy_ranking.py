@@ -25,8 +25,8 @@ from agreement import JITTER_MS, JitteredTrial
 from agreement_trials import Trial, run_in_replay, run_live
 from record import Report, add_record_option, load_average
 
-from warmroute.replay.summary import Run
-from warmroute.replay.workloads.workload_prompt import WorkloadPrompt
+from warmroute.lab.summary import Run
+from warmroute.lab.workloads.workload_prompt import WorkloadPrompt
 
 POLICIES = ("round_robin", "least_loaded", "prefix_hash", "overlap", "price")
 TRIALS = {

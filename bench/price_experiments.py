@@ -20,11 +20,13 @@ from experiment_tables import Experiment, fleet, mean_of, ratio, run_experiments
 from external_data import data_files
 from record import Report
 
-from warmroute.fake_engine.profiles import profile
-from warmroute.replay import Run, Setup, parse_policy, replay
-from warmroute.replay.simulation.conditions import Conditions, NodeSpec
-from warmroute.replay.simulation.fault_schedule import ScheduledFault
-from warmroute.replay.workloads.catalog import parse_workload
+from warmroute.lab.engine.timing import profile
+from warmroute.lab.replay_setup import parse_policy
+from warmroute.lab.run import Setup, replay
+from warmroute.lab.simulated_node import Conditions, NodeSpec
+from warmroute.lab.summary import Run
+from warmroute.lab.workloads import parse_workload
+from warmroute.lab.world import ScheduledFault
 
 TOLERANCE = 1.03
 """A result within this factor of another one is as good."""

@@ -22,16 +22,14 @@ from record import Report, add_record_option, load_average
 
 from warmroute.config import Admission as AdmissionConfig
 from warmroute.config import Health, Index, NodeConfig, Routing
-from warmroute.fleet.fleet import Fleet
-from warmroute.fleet.node import Outcome
-from warmroute.fleet.ticket import Ticket
-from warmroute.index.cache_view import CacheView
-from warmroute.index.lookup import Lookup
-from warmroute.prompt.routing_request import RoutingRequest
-from warmroute.routing.admission import Admission
-from warmroute.routing.decision import Decision
-from warmroute.routing.router import Router
-from warmroute.routing.routing_errors import RoutingError
+from warmroute.core.admission import Admission
+from warmroute.core.cache_view import CacheView
+from warmroute.core.decision import Decision
+from warmroute.core.fleet import Fleet
+from warmroute.core.messages import Lookup, Outcome, RoutingRequest
+from warmroute.core.node import Ticket
+from warmroute.core.rejections import RoutingError
+from warmroute.core.router import Router
 
 MODEL = "model"
 ADMISSIONS = 500

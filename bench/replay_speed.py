@@ -12,10 +12,11 @@ import time
 from external_data import add_data_option, data_files
 from record import Report, add_record_option, load_average
 
-from warmroute.fake_engine.profiles import profile
-from warmroute.replay import Setup, parse_policy, replay
-from warmroute.replay.simulation.conditions import NodeSpec
-from warmroute.replay.workloads.catalog import parse_workload
+from warmroute.lab.engine.timing import profile
+from warmroute.lab.replay_setup import parse_policy
+from warmroute.lab.run import Setup, replay
+from warmroute.lab.simulated_node import NodeSpec
+from warmroute.lab.workloads import parse_workload
 
 TRACES = tuple(
     f"traces/{name}.jsonl.gz"

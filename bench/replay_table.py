@@ -13,8 +13,8 @@ from pathlib import Path
 
 from record import Report, add_record_option, shell_command
 
-from warmroute.cli.main import main as warmroute
-from warmroute.replay.report.table import columns, ms
+from warmroute.app.main import main as warmroute
+from warmroute.lab.report import columns, ms
 
 
 def main() -> int:

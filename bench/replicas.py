@@ -24,10 +24,11 @@ from policy_comparison import LOADS, TRACES
 from record import Report, add_record_option
 from rich.progress import track
 
-from warmroute.fake_engine.profiles import profile
-from warmroute.replay import Setup, parse_policy, replay
-from warmroute.replay.simulation.conditions import Conditions, NodeSpec
-from warmroute.replay.workloads.catalog import parse_workload
+from warmroute.lab.engine.timing import profile
+from warmroute.lab.replay_setup import parse_policy
+from warmroute.lab.run import Setup, replay
+from warmroute.lab.simulated_node import Conditions, NodeSpec
+from warmroute.lab.workloads import parse_workload
 
 WORKLOADS = ("weka_60sessions_mooncake_format", "tool_agents", "multi_turn_chat", "mooncake_synthetic")
 LAG_MS = 20.0

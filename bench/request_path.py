@@ -15,22 +15,20 @@ from random import Random
 
 from record import Report, add_record_option, load_average
 
-from warmroute._kernel import read_response_head
+from warmroute._kernel import ChunkReader, read_response_head
+from warmroute.app.metrics.page import MetricsPage
 from warmroute.config import Health, Index, NodeConfig, Routing
 from warmroute.config import Journal as JournalConfig
+from warmroute.core.cache_view import CacheView
+from warmroute.core.fleet import Fleet
+from warmroute.core.last_decisions import Entry, Journal
+from warmroute.core.messages import Lookup, Outcome, RoutingRequest
+from warmroute.core.node import Ticket
+from warmroute.core.router import Router
+from warmroute.core.traffic import Counters
 from warmroute.edge.first_token import FirstTokenDetector
-from warmroute.edge.http1 import ChunkReader, read_request_head
-from warmroute.fleet.fleet import Fleet
-from warmroute.fleet.node import Outcome
-from warmroute.fleet.ticket import Ticket
-from warmroute.index.cache_view import CacheView
-from warmroute.index.lookup import Lookup
-from warmroute.prompt.body_fields import read_json
-from warmroute.prompt.routing_request import RoutingRequest
-from warmroute.routing.router import Router
-from warmroute.telemetry.counters import Counters
-from warmroute.telemetry.journal import Entry, Journal
-from warmroute.telemetry.prometheus import MetricsPage
+from warmroute.edge.http1 import read_request_head
+from warmroute.prompt.request_body import read_json
 
 REQUEST = (
     b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1:8080\r\nAccept-Encoding: gzip, deflate\r\n"

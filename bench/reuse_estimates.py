@@ -25,16 +25,16 @@ from policy_comparison import LOAD_NAMES, LOADS
 from record import Report, add_record_option
 
 from warmroute._kernel import REUSE_FIRST_S, Prices
-from warmroute.fake_engine.profiles import profile
-from warmroute.fleet.node import Node
-from warmroute.replay import Setup, parse_policy
-from warmroute.replay.run import build_world
-from warmroute.replay.simulation.conditions import Conditions, NodeSpec
-from warmroute.replay.simulation.world import World
-from warmroute.replay.summary import summary
-from warmroute.replay.workloads.catalog import parse_workload
-from warmroute.routing.policies.price_policy import PricePolicy
-from warmroute.routing.query import Query
+from warmroute.core.node import Node
+from warmroute.core.policies.price import PricePolicy
+from warmroute.core.routing_context import Query
+from warmroute.lab.engine.timing import profile
+from warmroute.lab.replay_setup import parse_policy
+from warmroute.lab.run import Setup, build_world
+from warmroute.lab.simulated_node import Conditions, NodeSpec
+from warmroute.lab.summary import summary
+from warmroute.lab.workloads import parse_workload
+from warmroute.lab.world import World
 
 ROWS = (("weka_60sessions_mooncake_format", 1), ("mooncake_synthetic", 1), ("mooncake_arxiv_first1000", 1))
 """Workloads that evict blocks, and the load (policy_comparison.py)."""
@@ -55,7 +55,7 @@ def bucket_of(age_s: float) -> int:
 
 
 class ReuseByAge:
-    """The probability that a block is used again, by the time since its last use (see index/reuse.py)."""
+    """The probability that a block is used again, by the time since its last use (see core/reuse.py)."""
 
     def __init__(self) -> None:
         self.uses = 0.0

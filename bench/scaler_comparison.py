@@ -58,17 +58,17 @@ from external_data import add_data_option
 from record import RESULTS, Cell, Report, add_record_option
 
 from warmroute.config import Objective, Scaling, ScalingReplay
-from warmroute.fake_engine.profiles import profile
-from warmroute.replay import Setup, parse_policy, replay
-from warmroute.replay.load_margin import load_margin, with_load
-from warmroute.replay.peers.scalers import Hpa, Keda, Threshold
-from warmroute.replay.planning.simulated_planning import SimulatedPlanning
-from warmroute.replay.report.table import paid_gpu_hours
-from warmroute.replay.simulation.conditions import Conditions, NodeSpec
-from warmroute.replay.simulation.simulated_scaling import ScalingSetup, SimulatedOffer
-from warmroute.replay.sizing import Limits, nodes_needed
-from warmroute.replay.workloads.arrivals import DEPTH
-from warmroute.scaling.offer import Offer
+from warmroute.lab.engine.timing import profile
+from warmroute.lab.peers.scalers import Hpa, Keda, Threshold
+from warmroute.lab.planning.search import SimulatedPlanning
+from warmroute.lab.replay_setup import parse_policy
+from warmroute.lab.report import paid_gpu_hours
+from warmroute.lab.run import Setup, replay
+from warmroute.lab.simulated_node import Conditions, NodeSpec
+from warmroute.lab.simulated_scaling import ScalingSetup, SimulatedOffer
+from warmroute.lab.sizing import Limits, load_margin, nodes_needed, with_load
+from warmroute.lab.workloads import DEPTH
+from warmroute.scaling.offers import Offer
 
 START_S = 180.0
 FIRST_NODES = 2

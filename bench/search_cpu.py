@@ -20,12 +20,19 @@ import msgspec
 import uvloop
 from record import Report, add_record_option, load_average
 
-from warmroute.capture.trace_row import TraceRow
 from warmroute.config import Objective, ScalingReplay
-from warmroute.scaling.fleet_plan import FleetNode, FleetPlan, NodeFigures, OfferedNode, PlanRequest
-from warmroute.scaling.plan_request import MAX_INTERVALS, MIN_CPU_S
-from warmroute.scaling.planning_process import PlanningProcess
+from warmroute.core.trace_row import TraceRow
+from warmroute.scaling.fleet_plan import (
+    MAX_INTERVALS,
+    MIN_CPU_S,
+    FleetNode,
+    FleetPlan,
+    NodeFigures,
+    OfferedNode,
+    PlanRequest,
+)
 from warmroute.scaling.recent_traffic import BLOCK_TOKENS, RecentTraffic
+from warmroute.scaling.replay_planner import PlanningProcess
 
 WINDOW_S = ScalingReplay().window_s
 NODES = 8

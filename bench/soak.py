@@ -42,9 +42,8 @@ from record import Report, add_record_option, load_average
 from soak_clients import Load
 
 from warmroute import http_client
-from warmroute.demo.child_processes import Child, Children, free_port
-from warmroute.demo.router_process import HOST, RouterProcess, as_toml, start_router
-from warmroute.edge.api_keys import hash_key
+from warmroute.edge.arrival import hash_key
+from warmroute.lab.demo.processes import HOST, Child, Children, RouterProcess, as_toml, free_port, start_router
 
 NODES = 5
 FIRST_PORT = 26_000

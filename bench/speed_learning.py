@@ -17,16 +17,15 @@ from typing import Any
 from experiment_tables import Experiment, fleet, mean_of, ratio, run_experiments, run_jobs, selected
 from record import Report
 
-from warmroute.fake_engine.profiles import profile
-from warmroute.fleet.node_speed import DEFAULT_MS_PER_TOKEN
-from warmroute.replay import Run, Setup, build_world, parse_policy
-from warmroute.replay.simulation.conditions import Conditions, NodeSpec
-from warmroute.replay.simulation.fault_schedule import ScheduledFault
-from warmroute.replay.simulation.simulated_node import SimulatedNode
-from warmroute.replay.simulation.simulated_request import MODEL
-from warmroute.replay.simulation.world import World
-from warmroute.replay.summary import summary
-from warmroute.replay.workloads.catalog import parse_workload
+from warmroute.core.speeds import DEFAULT_MS_PER_TOKEN
+from warmroute.lab.engine.timing import profile
+from warmroute.lab.replay_setup import parse_policy
+from warmroute.lab.request_flow import MODEL
+from warmroute.lab.run import Setup, build_world
+from warmroute.lab.simulated_node import Conditions, NodeSpec, SimulatedNode
+from warmroute.lab.summary import Run, summary
+from warmroute.lab.workloads import parse_workload
+from warmroute.lab.world import ScheduledFault, World
 
 # Wrong initial speeds.
 

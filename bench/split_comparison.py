@@ -16,11 +16,12 @@ from statistics import median
 
 from record import Report, add_record_option
 
-from warmroute.config.node_settings import Role
-from warmroute.fake_engine.profiles import profile
-from warmroute.replay import Setup, parse_policy, replay
-from warmroute.replay.simulation.conditions import Conditions, NodeSpec
-from warmroute.replay.workloads.catalog import parse_workload
+from warmroute.config.nodes import Role
+from warmroute.lab.engine.timing import profile
+from warmroute.lab.replay_setup import parse_policy
+from warmroute.lab.run import Setup, replay
+from warmroute.lab.simulated_node import Conditions, NodeSpec
+from warmroute.lab.workloads import parse_workload
 
 RATES = (4.0, 8.0, 12.0, 16.0)
 POLICIES = ("price", "price:split=always", "llm_d_split", "dynamo_split")

@@ -32,23 +32,20 @@ from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from record import Report, add_record_option, load_average
 from request_path import REQUEST, cost_us, fleet_of
 
+from warmroute.app.otlp import OtlpSender
+from warmroute.app.tracing import BATCH_TRACES
 from warmroute.config import Index, Routing
 from warmroute.config import Tracing as TracingConfig
-from warmroute.demo.child_processes import Children, free_port
+from warmroute.core.cache_view import CacheView
+from warmroute.core.calls import Attempts
+from warmroute.core.messages import Lookup, Outcome, RoutingRequest
+from warmroute.core.node import Ticket
+from warmroute.core.router import Router
+from warmroute.core.tickets import ClosedTicket
+from warmroute.core.traffic import Counters
 from warmroute.edge.http1 import read_request_head
-from warmroute.fleet.node import Outcome
-from warmroute.fleet.ticket import Ticket
-from warmroute.index.cache_view import CacheView
-from warmroute.index.lookup import Lookup
-from warmroute.prompt.routing_request import RoutingRequest
-from warmroute.routing.attempt_history import ClosedTicket
-from warmroute.routing.attempts import Attempts
-from warmroute.routing.router import Router
-from warmroute.telemetry.counters import Counters
-from warmroute.telemetry.tracing.otlp import OtlpSender
-from warmroute.telemetry.tracing.request_trace import EndedTrace, RequestTrace
-from warmroute.telemetry.tracing.trace_exporter import BATCH_TRACES
-from warmroute.telemetry.tracing.tracing import Tracing
+from warmroute.edge.trace_context import EndedTrace, RequestTrace, Tracing
+from warmroute.lab.demo.processes import Children, free_port
 
 CONNECTIONS = 8
 BURST = 400

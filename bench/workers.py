@@ -32,7 +32,7 @@ from typing import NamedTuple
 
 from record import Report, add_record_option, load_average
 
-from warmroute.build_info import build
+from warmroute import build
 from warmroute.http_client import request
 
 HOST = "127.0.0.1"
@@ -99,7 +99,7 @@ async def start_router(port: int, workers: int) -> asyncio.subprocess.Process:
     nodes = [word for one in ENGINE_PORTS for word in ("--node", f"http://{HOST}:{one}")]
     flags = ("--workers", str(workers), "--port", str(port), "--admin-port", str(port + 1))
     quiet = asyncio.subprocess.DEVNULL
-    command = (sys.executable, "-m", "warmroute.cli.main", "serve", *flags, *nodes)
+    command = (sys.executable, "-m", "warmroute.app.main", "serve", *flags, *nodes)
     return await asyncio.create_subprocess_exec(*command, stdout=quiet, stderr=quiet)
 
 

@@ -36,9 +36,8 @@ from warmroute._kernel import (
     STEP_WORK,
     TTFT_BOUNDS_MS,
 )
-from warmroute.fleet.decode_speed import DecodeSpeed
-from warmroute.fleet.node import Outcome
-from warmroute.fleet.node_speed import NodeSpeed
+from warmroute.core.messages import Outcome
+from warmroute.core.speeds import DecodeSpeed, NodeSpeed
 
 
 def own_prefill_ms(since_ms: float, token_ms: float) -> float:

@@ -15,7 +15,7 @@ import pytest
 import uvloop
 from hypothesis import HealthCheck, settings
 
-from warmroute.build_info import is_compiled
+from warmroute import is_compiled
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE / "edge"), str(HERE / "routing")]

@@ -8,7 +8,7 @@ from math import exp
 from typing import Any, NamedTuple
 
 from warmroute._kernel import ARRIVAL_DECAY_S
-from warmroute.fleet.node_speed import NodeSpeed
+from warmroute.core.speeds import NodeSpeed
 
 
 class Row(NamedTuple):

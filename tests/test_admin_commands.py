@@ -13,9 +13,9 @@ from support.raw_client import chat, post
 from support.running_router import RunningRouter, router
 from support.scripted_engine import engines
 
-from warmroute.build_info import version_and_build
-from warmroute.cli.main import main
-from warmroute.edge.api_keys import hash_key
+from warmroute import version_and_build
+from warmroute.app.main import main
+from warmroute.edge.arrival import hash_key
 
 COMMANDS = (
     ["explain"],
@@ -82,7 +82,7 @@ async def test_an_error_says_which_address_was_used_and_why(
     monkeypatch.setenv("WARMROUTE_ADMIN_URL", "127.0.0.1:9")
     code, _, problem = await command(*arguments)
     assert code == 2 and "http://127.0.0.1:9 (WARMROUTE_ADMIN_URL)" in problem
-    monkeypatch.setattr("warmroute.cli.admin_client._default_url", lambda: "http://127.0.0.1:9")
+    monkeypatch.setattr("warmroute.app.commands._default_url", lambda: "http://127.0.0.1:9")
     monkeypatch.setenv("WARMROUTE_ADMIN_URL", "")
     code, _, problem = await command(*arguments)
     assert code == 2 and "http://127.0.0.1:9 (the default)" in problem and "--config FILE" in problem

@@ -14,9 +14,8 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-from warmroute.cli.arguments import output_file
-from warmroute.cli.column_tables import TableColumn, fit_tables
-from warmroute.cli.main import create_parser, main
+from warmroute.app.commands import TableColumn, fit_tables, output_file
+from warmroute.app.main import create_parser, main
 
 NUMBERS = {
     "replay": (
@@ -208,7 +207,7 @@ def test_the_results_of_plan_fit_80_columns(
 def test_a_reader_that_has_read_enough_is_no_error(words: list[str]) -> None:
     """As in `warmroute … | head -1`: the pipe is closed before everything is written."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "warmroute.cli.main", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [sys.executable, "-m", "warmroute.app.main", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
     assert process.stdout is not None and process.stderr is not None
     process.stdout.close()

@@ -15,7 +15,7 @@ from support.raw_client import get, post
 from support.running_router import RunningRouter, router
 from support.scripted_engine import ScriptedEngine, engines
 
-from warmroute.service import file_watch
+from warmroute.app import reload
 
 
 def trusting(authority: trustme.CA) -> ssl.SSLContext:
@@ -81,7 +81,7 @@ async def test_an_invalid_certificate_changes_nothing(tmp_path: Path, caplog: py
 
 
 async def test_changed_files_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file_watch, "FILE_CHECK_S", 0.05)
+    monkeypatch.setattr(reload, "FILE_CHECK_S", 0.05)
     authority = trustme.CA()
     listen = issue(authority, tmp_path)
     async with engines() as [engine], router(engine, listen=listen) as r:

@@ -22,9 +22,9 @@ from support.raw_client import ConnectionClosed, chat, post
 from support.running_router import RunningRouter, quick_table, router
 
 from warmroute.config import Config, from_table
-from warmroute.demo.child_processes import free_port
-from warmroute.edge.api_keys import hash_key
-from warmroute.routing.rate_limits import Charge, TenantLimits
+from warmroute.core.rate_limits import Charge, TenantLimits
+from warmroute.edge.arrival import hash_key
+from warmroute.lab.demo.processes import free_port
 
 CLIENTS = 24
 PHASE_S = 1.5
@@ -37,7 +37,7 @@ class EngineProcess:
 
     async def start(self) -> None:
         self.process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "warmroute.cli.main", "engine", "--port", str(self.port), "--model", "m",
+            sys.executable, "-m", "warmroute.app.main", "engine", "--port", str(self.port), "--model", "m",
             "--profile", "h100-8b", "--speed", "5", "--blocks", "4000",
             stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL,
         )  # fmt: skip

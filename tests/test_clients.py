@@ -17,7 +17,7 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletionMessageParam, ChatCompletionToolUnionParam
 
-from warmroute.demo.child_processes import Children, free_port
+from warmroute.lab.demo.processes import Children, free_port
 
 MESSAGES: list[ChatCompletionMessageParam] = [
     {"role": "system", "content": "You are terse. " * 30},

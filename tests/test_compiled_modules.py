@@ -6,13 +6,13 @@ import ast
 import re
 from pathlib import Path
 
-from warmroute.build_info import build, is_compiled, version_and_build
-from warmroute.cli.main import create_parser
+from warmroute import build, is_compiled, version_and_build
+from warmroute.app.main import create_parser
+from warmroute.app.metrics.page import MetricsPage
 from warmroute.config import Health, Index
-from warmroute.fleet.fleet import Fleet
-from warmroute.index.cache_view import CacheView
-from warmroute.telemetry.counters import Counters
-from warmroute.telemetry.prometheus import MetricsPage
+from warmroute.core.cache_view import CacheView
+from warmroute.core.fleet import Fleet
+from warmroute.core.traffic import Counters
 
 REPOSITORY = Path(__file__).parent.parent
 PACKAGE = REPOSITORY / "src" / "warmroute"
@@ -36,7 +36,7 @@ def test_compiled_classes_inherit_from_compiled_classes_only() -> None:
     names = {node.name for node in classes}
     for node in classes:
         bases = {ast.unparse(base) for base in node.bases}
-        assert bases <= names | {"Protocol", "Enum", "enum.Enum"}, node.name
+        assert bases <= names | {"Protocol", "Enum", "enum.Enum", "NamedTuple"}, node.name
 
 
 def test_a_checkout_contains_no_compiled_modules() -> None:

@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 
 from warmroute import config as configuration
 from warmroute.config import Config, ConfigError, NodeConfig, describe_changes, from_table, load, node_name
-from warmroute.config.changes import MAX_CHANGES, MAX_CHARACTERS
-from warmroute.config.route_settings import RouteConfig, route_problems
+from warmroute.config.file import MAX_CHANGES, MAX_CHARACTERS
+from warmroute.config.routing import RouteConfig, Routes, route_problems
 from warmroute.config.section import Section, keys_of, section_of
-from warmroute.routing.route_matching import Routes
 
 HASH = hashlib.sha256(b"k").hexdigest()
 

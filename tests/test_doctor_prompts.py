@@ -16,8 +16,8 @@ from support.raw_client import post
 from support.running_router import RunningRouter, router
 from support.scripted_engine import engines
 
-from warmroute.cli.main import main
-from warmroute.prompt_doctor import prompt_samples
+from warmroute.app.main import main
+from warmroute.app.prompt_doctor import samples
 
 pytestmark = pytest.mark.interpreted
 
@@ -31,7 +31,7 @@ ANSWER = json.dumps({"choices": [{"message": {"content": "ok"}}], "usage": USAGE
 
 @pytest.fixture(autouse=True)
 def _every_request_is_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prompt_samples, "SAMPLE_S", 0.0)
+    monkeypatch.setattr(samples, "SAMPLE_S", 0.0)
 
 
 @asynccontextmanager

@@ -21,9 +21,9 @@ from support.raw_client import chat, post
 from support.running_router import RunningRouter, router
 from support.scripted_engine import engines
 
-from warmroute.cli.explain import _outcome_line
-from warmroute.demo.child_processes import Children
-from warmroute.edge.api_keys import hash_key
+from warmroute.app.commands.explain import _outcome_line
+from warmroute.edge.arrival import hash_key
+from warmroute.lab.demo.processes import Children
 
 HERE = Path(__file__).parent
 sys.path.append(str(HERE / "fake_engine"))
@@ -76,7 +76,7 @@ async def wait_for_events(r: RunningRouter) -> None:
 async def explain(r: RunningRouter, *arguments: str, **env: str) -> tuple[int, str, str]:
     """Run the command in its own process. Return its exit status, output and errors."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "warmroute.cli.main", "explain", "--admin", f"http://127.0.0.1:{r.service.admin_port}",
+        sys.executable, "-m", "warmroute.app.main", "explain", "--admin", f"http://127.0.0.1:{r.service.admin_port}",
         *arguments, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
         env={**os.environ, **env},
     )  # fmt: skip

@@ -19,12 +19,12 @@ from support.raw_client import Response, post
 from support.running_router import RunningRouter, router
 
 from warmroute.config import Index
-from warmroute.demo.child_processes import Children
-from warmroute.edge.api_keys import hash_key
-from warmroute.index.cache_view import PENDING_TIMEOUT_S, CacheView
-from warmroute.index.lookup import Lookup
-from warmroute.index.node_cache import NodeCache
-from warmroute.index.prediction import Prediction
+from warmroute.core.cache_view import PENDING_TIMEOUT_S, CacheView
+from warmroute.core.messages import Lookup
+from warmroute.core.node_cache import NodeCache
+from warmroute.core.prediction import Prediction
+from warmroute.edge.arrival import hash_key
+from warmroute.lab.demo.processes import Children
 from warmroute.prompt.tokenizer import pack_token_ids
 
 HERE = Path(__file__).parent
@@ -301,8 +301,8 @@ from array import array
 from random import Random
 
 from warmroute.config import Index
-from warmroute.index.cache_view import CacheView
-from warmroute.index.lookup import Lookup
+from warmroute.core.cache_view import CacheView
+from warmroute.core.messages import Lookup
 
 PROMPTS, BLOCKS, STEP_S = 20_000, 64, 86_400 / 20_000
 tenants = int(sys.argv[1])

@@ -13,7 +13,7 @@ from support.polling import until
 from support.raw_client import post
 from support.running_router import RunningRouter, count_up, router
 
-from warmroute.demo.child_processes import Children
+from warmroute.lab.demo.processes import Children
 
 HERE = Path(__file__).parent
 sys.path.append(str(HERE / "fake_engine"))

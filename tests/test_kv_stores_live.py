@@ -11,11 +11,11 @@ from support.raw_client import Response, chat, post
 from support.running_router import RunningRouter, quick_table, router
 
 from warmroute.config import Config, from_table
-from warmroute.fake_engine.core import EngineConfig
-from warmroute.fake_engine.core.shared_store import SharedStore, SharedStoreConfig
-from warmroute.fake_engine.profiles import profile
-from warmroute.fake_engine.server.engine_server import EngineServer, ServerConfig
-from warmroute.fake_engine.server.fake_tokenizer import FakeTokenizer
+from warmroute.lab.engine.blocks import SharedStore, SharedStoreConfig
+from warmroute.lab.engine.server import EngineServer, ServerConfig
+from warmroute.lab.engine.timing import profile
+from warmroute.lab.engine.tokenizers import FakeTokenizer
+from warmroute.lab.engine.values import EngineConfig
 
 LONG = "word " * 2000
 

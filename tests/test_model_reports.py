@@ -22,10 +22,10 @@ from support.running_router import RunningRouter, router
 from support.scripted_engine import ReceivedRequest, ScriptedEngine, engines
 from tokenizers import Tokenizer
 
+from warmroute.app import models as model_watch
 from warmroute.config import from_table
 from warmroute.prompt.prompt_tokenizer import PromptTokenizer
 from warmroute.prompt.tokenizer import load_tokenizer
-from warmroute.service import model_watch
 
 SMALL_MODEL = Path(__file__).parent / "prompt" / "small-model"
 HUB_ID = "org/small-model"
@@ -220,7 +220,7 @@ class Tokenize:
     """A node's /tokenize with the small model's tokenizer, and a chat template of its own."""
 
     def __init__(self, template: str | None = None) -> None:
-        from warmroute.fake_engine.server.model_tokenizer import ModelTokenizer
+        from warmroute.lab.engine.tokenizers import ModelTokenizer
 
         self._tokenizer = ModelTokenizer(SMALL_MODEL)
         self._reference = Tokenizer.from_file(str(SMALL_MODEL / "tokenizer.json"))

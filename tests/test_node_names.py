@@ -9,7 +9,7 @@ from support.running_router import quick_table, router
 from support.scripted_engine import engines
 
 from warmroute.config import ConfigError, NodeConfig, from_table
-from warmroute.config.node_settings import MAX_NAME_LENGTH, node_name
+from warmroute.config.nodes import MAX_NAME_LENGTH, node_name
 
 BAD_NAMES = ["a\nb", "a\r\nX: 1", "\x1b[31mred", "tab\there", "nul\0", "\x7f", "\x85", "a\u2028b", "\ud800", "\u202e"]
 URL = "http://127.0.0.1:8000"

@@ -22,9 +22,9 @@ from support.running_router import RunningRouter, quick_table, router
 from support.scripted_engine import ScriptedEngine, engines
 from support.serve_process import ServeProcess, serve
 
-from warmroute.cluster.messages import MAX_NODE_BYTES
+from warmroute.app.node_state import FILE, MAX_FILE_BYTES
 from warmroute.config import Config, ConfigError, NodeConfig, from_table
-from warmroute.service.node_state import FILE, MAX_FILE_BYTES
+from warmroute.core.cluster.messages import MAX_NODE_BYTES
 
 Node = dict[str, Any]
 

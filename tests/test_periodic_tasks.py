@@ -9,7 +9,7 @@ import weakref
 import pytest
 from support.polling import until
 
-from warmroute.service import periodic_tasks
+from warmroute.app import process
 
 
 class Subscription:
@@ -20,10 +20,10 @@ class Subscription:
 
 
 async def test_what_refers_to_itself_is_freed_without_many_allocations(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(periodic_tasks, "COLLECT_S", 0.0)
+    monkeypatch.setattr(process, "COLLECT_S", 0.0)
     left = weakref.ref(Subscription())
     gc.disable()
-    running = asyncio.ensure_future(periodic_tasks.run_garbage_collection())
+    running = asyncio.ensure_future(process.run_garbage_collection())
     try:
         await until(lambda: left() is None)
     finally:

@@ -26,8 +26,8 @@ import warmroute
 LENGTH = 64 << 10
 CPU_S = 1.0
 """A pattern without backtracking takes a few milliseconds; one whose time grows with the square takes minutes."""
-OPERATORS_OWN = ("cli", "demo", "look", "monitoring", "replay")
-"""Rooms whose texts come from the operator's own machine."""
+OPERATORS_OWN = ("app.commands", "app.monitoring", "lab.demo", "lab.html_report")
+"""Modules whose texts come from the operator's own machine."""
 CHARACTERS = " \ta0;,\\\"/.-=:{[('%"
 MAX_SAMPLES = 24
 MAX_TEXTS = 80
@@ -50,8 +50,8 @@ class Use(NamedTuple):
 def find_uses() -> dict[str, Use]:
     found: dict[str, Use] = {}
     for module in pkgutil.walk_packages(warmroute.__path__, "warmroute."):
-        room = module.name.split(".")[1]
-        if room in OPERATORS_OWN or module.name.endswith("__main__"):
+        name = module.name.removeprefix("warmroute.")
+        if name.startswith(OPERATORS_OWN) or name.endswith("__main__"):
             continue
         imported = importlib.import_module(module.name)
         for name, value in vars(imported).items():

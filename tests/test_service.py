@@ -20,8 +20,8 @@ from support.running_router import quick_table, router
 from support.scripted_engine import ScriptedEngine, engines
 from support.serve_process import serve
 
+from warmroute.app.service import Service
 from warmroute.config import Config, ConfigError, from_table, load
-from warmroute.service import Service
 
 FLAGS = ("--port", "0", "--admin-port", "0")
 

@@ -15,9 +15,9 @@ from support.running_router import router
 from support.scripted_engine import engines
 from support.serve_process import serve
 
-from warmroute.build_info import is_compiled
-from warmroute.demo.child_processes import Children
-from warmroute.engines.kv_client import KvEventClient
+from warmroute import is_compiled
+from warmroute.engines.kv_subscription import KvEventClient
+from warmroute.lab.demo.processes import Children
 
 SMALL_MODEL = Path(__file__).parent / "prompt" / "small-model"
 

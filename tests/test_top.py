@@ -15,10 +15,10 @@ from support.raw_client import chat, post
 from support.running_router import RunningRouter, router
 from support.scripted_engine import engines
 
-from warmroute.cli.main import main
-from warmroute.cli.top import read_events
-from warmroute.cli.top_view import LiveState, sparkline, view
-from warmroute.fleet.health import HealthState
+from warmroute.app.commands.top import read_events
+from warmroute.app.commands.top_view import LiveState, sparkline, view
+from warmroute.app.main import main
+from warmroute.core.health import HealthState
 
 TOKEN = {"token_sha256": hashlib.sha256(b"open sesame").hexdigest()}
 FIELDS = ["at_s", "requests_per_s", "hit_ratio", "ttft_p90_ms", "saved_gpus", "in_flight", "duration_p90_ms"]

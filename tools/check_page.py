@@ -1,4 +1,4 @@
-"""Checks that the built live page in src/warmroute/console/page belongs to its sources in ui/.
+"""Checks that the built live page in src/warmroute/app/page belongs to its sources in ui/.
 
 python tools/check_page.py            compare the committed build with a hash of its sources; run by `make lint`
 python tools/check_page.py --write    note the hash after a build; run by `make page`
@@ -15,8 +15,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ("ui/index.html", "ui/package.json", "ui/package-lock.json", "ui/tsconfig.json", "ui/vite.config.ts")
 FOLDERS = ("ui/src", "ui/public")
-THEME = "src/warmroute/look/theme.css"
-BUILT = ROOT / "src/warmroute/console/page"
+THEME = "src/warmroute/theme.css"
+BUILT = ROOT / "src/warmroute/app/page"
 NOTE = BUILT / "sources.sha256"
 
 

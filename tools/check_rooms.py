@@ -15,36 +15,19 @@ PACKAGE = Path(__file__).resolve().parent.parent / "src" / "warmroute"
 
 MAY_KNOW: dict[str, set[str]] = {
     "_kernel": set(),
-    "blocking": set(),
-    "http_client": {"_kernel"},
     "config": set(),
-    "kubernetes": {"config"},
-    "hugging_face": set(),
-    "prompt": {"_kernel", "config", "hugging_face"},
-    "index": {"_kernel", "config"},
-    "fleet": {"_kernel", "config"},
-    "routing": {"_kernel", "config", "prompt", "index", "fleet"},
-    "telemetry": {"_kernel", "blocking", "config", "fleet", "index", "prompt_doctor", "routing"},
-    "prompt_doctor": {"_kernel", "fleet", "prompt", "routing"},
-    "capture": {"_kernel", "blocking", "config", "prompt", "fleet", "routing", "telemetry"},
-    "edge": {"_kernel", "capture", "config", "prompt", "fleet", "routing", "telemetry"},
-    "picker": {"_kernel", "config", "edge", "fleet", "prompt", "routing", "telemetry"},
-    "cluster": {"_kernel", "config", "fleet", "index", "routing"},
-    "engines": {"config", "fleet", "index"},
-    "discovery": {"blocking", "config", "fleet", "kubernetes"},
-    "scaling": {"blocking", "config", "fleet", "index", "kubernetes"},
-    "console": {"capture", "config", "edge", "fleet", "index", "routing", "scaling", "telemetry"},
-    "monitoring": {"telemetry"},
-    "fake_engine": {"config", "edge"},
-    "replay": {
-        "_kernel", "capture", "config", "prompt", "index", "fleet", "routing", "cluster", "engines", "scaling",
-        "fake_engine",
-    },
-    "demo": {"config", "scaling", "fake_engine", "replay"},
-}  # fmt: skip
-LEAVES = {"build_info", "event_log", "http_client", "look"}
-"""Modules that know no room and that every room may know."""
-PUTS_TOGETHER = {"service", "cli", "doctor"}
+    "kubernetes_api": {"config"},
+    "http_client": {"_kernel"},
+    "core": {"_kernel", "config", "app", "edge", "prompt"},
+    "prompt": {"_kernel", "config", "core", "engines"},
+    "edge": {"_kernel", "app", "config", "core", "prompt"},
+    "engines": {"_kernel", "config", "core", "edge", "kubernetes_api"},
+    "scaling": {"config", "core", "kubernetes_api"},
+    "lab": {"_kernel", "app", "config", "core", "edge", "engines", "scaling"},
+}
+LEAVES = {"__main__", "blocking", "build", "build_advice", "event_log", "http_client", "version_and_build"}
+"""Modules and names that know no room and that every room may know."""
+PUTS_TOGETHER = {"app"}
 """Who may know everybody, and is known by nobody but each other."""
 
 

@@ -81,7 +81,7 @@ def arguments(name: str) -> list[str]:
 
 def figures(name: str) -> dict[str, Any]:
     """Return what a replay measured: for each of its runs, by policy and load, every figure."""
-    from warmroute.cli.main import main as warmroute
+    from warmroute.app.main import main as warmroute
 
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "runs.json"

@@ -26,8 +26,8 @@ from types import FrameType
 from typing import Any
 
 import warmroute
+from warmroute.app.service import Service
 from warmroute.config import from_table
-from warmroute.service import Service
 
 PACKAGE = str(Path(warmroute.__file__).parent) + "/"
 TOKENIZER = Path(__file__).parents[1] / "tests" / "prompt" / "small-model"

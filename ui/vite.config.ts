@@ -1,6 +1,6 @@
 import { defineConfig } from "vite";
 
-// Fixed names, because the router serves a fixed list of files (src/warmroute/console/page_files.py).
+// Fixed names, because the router serves a fixed list of files (src/warmroute/app/live_page.py).
 export default defineConfig({
   base: "/page/",
   build: {

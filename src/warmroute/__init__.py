@@ -1,14 +1,22 @@
-"""Which build of Warmroute runs: the version, and whether the modules of the request path are compiled (setup.py)."""
+"""Warmroute: an OpenAI-compatible proxy that sends each request where it costs the least new GPU work.
+
+This file has its version, and whether the modules of the request path are compiled.
+"""
 
 from __future__ import annotations
 
 from importlib.util import find_spec
 
-from warmroute import __version__
+# Warmroute: an OpenAI-compatible proxy that sends each request where it costs the least new GPU work.
+
+__version__ = "0.2.0"
+
+
+# Which build of Warmroute runs: the version, and whether the modules of the request path are compiled (setup.py).
 
 
 def is_compiled() -> bool:
-    spec = find_spec("warmroute.routing.attempts")
+    spec = find_spec("warmroute.core.calls")
     return spec is not None and not str(spec.origin).endswith(".py")
 
 

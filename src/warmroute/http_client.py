@@ -6,7 +6,7 @@
         async for piece in response.pieces():
             ...
 
-Requests to nodes use the edge's connection pools instead (edge/node_client.py).
+Requests to nodes use the edge's connection pools instead (edge/connection_pool.py).
 """
 
 from __future__ import annotations

@@ -20,10 +20,9 @@ from random import Random
 import msgspec
 
 from warmroute import http_client
-from warmroute.demo.child_processes import Child, Children, free_port
-from warmroute.demo.load_generator.streaming_client import RequestFailed, RequestRefused, send_streaming
-from warmroute.demo.router_process import start_router
-from warmroute.fake_engine.server.word_list import WORDS
+from warmroute.lab.demo.processes import Child, Children, free_port, start_router
+from warmroute.lab.engine.tokenizers import WORDS
+from warmroute.lab.load import RequestFailed, RequestRefused, send_streaming
 
 TOKEN = "open sesame"
 MODEL = "qwen3-8b"

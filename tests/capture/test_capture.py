@@ -16,10 +16,10 @@ from support.raw_client import chat, post
 from support.running_router import RunningRouter, router
 from support.scripted_engine import engines
 
-from warmroute.capture.trace_row import TraceRow
 from warmroute.config import ConfigError, from_table
-from warmroute.fleet.ticket import Ticket
-from warmroute.routing.dispatch import Dispatch
+from warmroute.core.node import Ticket
+from warmroute.core.tickets import Dispatch
+from warmroute.core.trace_row import TraceRow
 
 SECRET = "xyzzy-plugh"
 LONG = "the router reads this prompt before it sends it anywhere, block after block. " * 40

@@ -19,9 +19,9 @@ from support.raw_client import chat, post
 from support.running_router import RunningRouter, router
 from support.scripted_engine import engines
 
-from warmroute.cli.main import main
-from warmroute.console import capture_stream
-from warmroute.demo.child_processes import Children, free_port
+from warmroute.app import admin
+from warmroute.app.main import main
+from warmroute.lab.demo.processes import Children, free_port
 
 LONG = "the router reads this prompt before it sends it anywhere, block after block. " * 40
 
@@ -136,7 +136,7 @@ async def test_the_status_names_each_capture(tmp_path: Path, capsys: pytest.Capt
 async def test_a_stream_ends_with_its_client_and_has_its_own_ids(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(capture_stream, "MAX_STREAMS", 2)
+    monkeypatch.setattr(admin, "MAX_STREAMS", 2)
     async with engines() as [engine], router(engine) as r:
         engine.behave = normal()
         peers = [await r.connect(r.service.admin_port) for _ in range(2)]
@@ -162,7 +162,7 @@ async def test_a_stream_ends_with_its_client_and_has_its_own_ids(
 
 
 async def test_a_client_that_does_not_read_loses_requests_and_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capture_stream, "MAX_UNREAD_BYTES", 1)
+    monkeypatch.setattr(admin, "MAX_UNREAD_BYTES", 1)
     async with engines() as [engine], router(engine) as r:
         engine.behave = normal()
         peer = await r.connect(r.service.admin_port)

@@ -12,15 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from warmroute.capture import capture as capture_module
-from warmroute.capture import capture_files as capture_files_module
-from warmroute.capture.capture import Capture
-from warmroute.capture.capture_files import CaptureDirectory, CaptureFile, CaptureFull, capture_files
-from warmroute.capture.capture_run import EndedRequest
+from warmroute.app import capture as capture_files_module
+from warmroute.app import capture as capture_module
+from warmroute.app.capture import Capture, CaptureDirectory, CaptureFile, CaptureFull, EndedRequest, capture_files
 from warmroute.config import Capture as CaptureConfig
+from warmroute.core.messages import RoutingRequest
+from warmroute.core.traffic import Counters
 from warmroute.prompt.prompt import exact_prompt
-from warmroute.prompt.routing_request import RoutingRequest
-from warmroute.telemetry.counters import Counters
 
 LINE = b'{"timestamp":0}' + b" " * 84 + b"\n"
 

@@ -13,13 +13,14 @@ from support.engine_processes import FakeEngine
 from support.raw_client import post
 from support.running_router import RunningRouter, router
 
-from warmroute.demo.child_processes import Children
-from warmroute.fake_engine.profiles import profile
-from warmroute.fake_engine.server.word_list import WORDS
-from warmroute.replay import Setup, parse_policy, replay
-from warmroute.replay.measured import measure
-from warmroute.replay.simulation.conditions import NodeSpec
-from warmroute.replay.workloads.catalog import Trace
+from warmroute.lab.demo.processes import Children
+from warmroute.lab.engine.timing import profile
+from warmroute.lab.engine.tokenizers import WORDS
+from warmroute.lab.replay_setup import parse_policy
+from warmroute.lab.run import Setup, replay
+from warmroute.lab.simulated_node import NodeSpec
+from warmroute.lab.summary import measure
+from warmroute.lab.workloads import Trace
 
 ENGINES = 2
 CONVERSATIONS = 4

@@ -14,10 +14,10 @@ import pytest
 from support.polling import until
 from support.raw_client import RawConnection, Response, chat, get, post
 
-from warmroute.capture.capture_files import CaptureFile
+from warmroute.app import mirror as mirror_module
+from warmroute.app.capture import CaptureFile
+from warmroute.app.mirror import Mirror
 from warmroute.config import from_table
-from warmroute.service import mirror as mirror_module
-from warmroute.service.mirror import Mirror
 
 SMALL_MODEL = Path(__file__).parents[1] / "prompt" / "small-model"
 LONG = "the router reads this prompt before it sends it anywhere, block after block. " * 40

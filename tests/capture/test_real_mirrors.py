@@ -17,9 +17,9 @@ import pytest
 from support.polling import until
 
 from warmroute import http_client
-from warmroute.demo.child_processes import Children, free_port
-from warmroute.demo.load_generator.load_run import LoadOptions, LoadRun
-from warmroute.replay.workloads.catalog import parse_workload
+from warmroute.lab.demo.processes import Children, free_port
+from warmroute.lab.load import LoadOptions, LoadRun
+from warmroute.lab.workloads import parse_workload
 
 pytestmark = pytest.mark.real
 

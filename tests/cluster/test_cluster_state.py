@@ -8,21 +8,19 @@ from random import Random
 import pytest
 
 from warmroute._kernel import REQUEST_CONTEXT
-from warmroute.cluster.cluster_state import ClusterState
-from warmroute.cluster.messages import FULL_S, PEER_TTL_S, decode, encode
 from warmroute.config import Admission as AdmissionConfig
 from warmroute.config import Health, Index, KeyConfig, NodeConfig, Pricing, Routing
-from warmroute.fleet.fleet import Fleet
-from warmroute.fleet.node import Node, Outcome
-from warmroute.fleet.ticket import Ticket
-from warmroute.index.cache_view import CacheView
-from warmroute.index.lookup import Lookup
-from warmroute.prompt.routing_request import RoutingRequest
-from warmroute.routing.admission import Admission
-from warmroute.routing.dispatcher import Dispatcher
-from warmroute.routing.rate_limits import RateLimits
-from warmroute.routing.router import Router
-from warmroute.routing.routing_errors import RateLimited
+from warmroute.core.admission import Admission
+from warmroute.core.brain import Dispatcher
+from warmroute.core.cache_view import CacheView
+from warmroute.core.cluster.cluster_state import ClusterState
+from warmroute.core.cluster.messages import FULL_S, PEER_TTL_S, decode, encode
+from warmroute.core.fleet import Fleet
+from warmroute.core.messages import Lookup, Outcome, RoutingRequest
+from warmroute.core.node import Node, Ticket
+from warmroute.core.rate_limits import RateLimits
+from warmroute.core.rejections import RateLimited
+from warmroute.core.router import Router
 
 
 class Counts:

@@ -11,8 +11,7 @@ import pytest
 from support.polling import until
 from support.redis_server import RedisServer, needs_redis, redis_server
 
-from warmroute.cluster.redis.connect import end_tasks
-from warmroute.cluster.redis.lease import Lease, boot_time_s
+from warmroute.app.redis import Lease, boot_time_s, end_tasks
 from warmroute.config import Cluster
 
 pytestmark = needs_redis

@@ -11,15 +11,7 @@ import msgspec
 import pytest
 
 from warmroute._kernel import MAX_FIRST_TOKENS
-from warmroute.cluster.messages import (
-    MAX_MESSAGE_BYTES,
-    VERSION,
-    BadMessage,
-    NodeChange,
-    Update,
-    decode,
-    encode,
-)
+from warmroute.core.cluster.messages import MAX_MESSAGE_BYTES, VERSION, BadMessage, NodeChange, Update, decode, encode
 
 ROW: dict[str, float] = {
     "inflight": 3, "pending_work": 1000.0, "context_tokens": 500, "kv_new": 400, "kv_sum": -5.0, "opened": 9,

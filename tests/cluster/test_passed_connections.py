@@ -7,10 +7,10 @@ import socket
 from types import SimpleNamespace
 from typing import Any, cast
 
-from warmroute.service.workers.frames import MAX_UNSENT_BYTES, OPEN, FrameLink
-from warmroute.service.workers.passed_connections import PassedConnections
-from warmroute.service.workers.seat import Seat
-from warmroute.service.workers.worker import Worker
+from warmroute.app.workers.frames import MAX_UNSENT_BYTES, OPEN, FrameLink
+from warmroute.app.workers.passed_connections import PassedConnections
+from warmroute.app.workers.seat import Seat
+from warmroute.app.workers.worker import Worker
 
 
 class Connection(asyncio.Protocol):

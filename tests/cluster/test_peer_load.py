@@ -20,11 +20,9 @@ from warmroute._kernel import (
     pack_load_rows,
 )
 from warmroute.config import Health, NodeConfig
-from warmroute.fleet.decode_speed import DecodeSpeed
-from warmroute.fleet.fleet import Fleet
-from warmroute.fleet.node import Node
-from warmroute.fleet.node_speed import NodeSpeed
-from warmroute.fleet.ticket import Ticket
+from warmroute.core.fleet import Fleet
+from warmroute.core.node import Node, Ticket
+from warmroute.core.speeds import DecodeSpeed, NodeSpeed
 
 NAMES = ("n0", "n1", "n2")
 MIN_ANSWERS = 8

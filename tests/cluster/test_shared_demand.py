@@ -6,14 +6,12 @@ from random import Random
 
 from test_cluster_state import Process, exchange
 
-from warmroute.cluster.cluster_state import ClusterState
-from warmroute.cluster.messages import FULL_S, PEER_TTL_S, Demand
-from warmroute.cluster.shared_demand import SharedDemand
-from warmroute.fleet.demand import COUNTERS, DemandMeter
-from warmroute.fleet.node import Outcome
-from warmroute.index.hot_prefixes import HotPrefixes
-from warmroute.index.lookup import Lookup
-from warmroute.prompt.routing_request import RoutingRequest
+from warmroute.core.cluster.cluster_state import ClusterState
+from warmroute.core.cluster.messages import FULL_S, PEER_TTL_S, Demand
+from warmroute.core.cluster.shared_demand import SharedDemand
+from warmroute.core.demand import COUNTERS, DemandMeter
+from warmroute.core.hot_prefixes import HotPrefixes
+from warmroute.core.messages import Lookup, Outcome, RoutingRequest
 
 
 class Scaled(Process):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from test_cluster_state import Process, exchange
 
-from warmroute.cluster.messages import FULL_S, PEER_TTL_S
-from warmroute.cluster.shared_limits import LEFT_S
-from warmroute.routing.routing_errors import RateLimited
+from warmroute.core.cluster.messages import FULL_S, PEER_TTL_S
+from warmroute.core.cluster.shared_limits import LEFT_S
+from warmroute.core.rejections import RateLimited
 
 LIMIT = 600
 

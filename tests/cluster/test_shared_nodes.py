@@ -8,12 +8,12 @@ from typing import get_args
 import msgspec
 import pytest
 
-from warmroute.cluster.messages import MAX_CHANGES, NodeChange
-from warmroute.cluster.shared_nodes import SharedNodes, encode_change
 from warmroute.config import Health, NodeConfig
-from warmroute.config.node_settings import Role
-from warmroute.fleet.fleet import Fleet
-from warmroute.fleet.node import Node
+from warmroute.config.nodes import Role
+from warmroute.core.cluster.messages import MAX_CHANGES, NodeChange
+from warmroute.core.cluster.shared_nodes import SharedNodes, encode_change
+from warmroute.core.fleet import Fleet
+from warmroute.core.node import Node
 
 
 class Router:

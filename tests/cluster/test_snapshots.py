@@ -8,12 +8,18 @@ import msgspec
 import pytest
 from test_cluster_state import Process
 
-from warmroute.cluster.cluster_state import ClusterState
-from warmroute.cluster.messages import FULL_S, VERSION, BadMessage
-from warmroute.cluster.snapshots import ANSWER_S, CONNECT_S, MARK, PEERS_S, Snapshot, decode_snapshot, encode_snapshot
-from warmroute.fleet.node import Outcome
-from warmroute.index.lookup import Lookup
-from warmroute.prompt.routing_request import RoutingRequest
+from warmroute.core.cluster.cluster_state import ClusterState
+from warmroute.core.cluster.messages import FULL_S, VERSION, BadMessage
+from warmroute.core.cluster.snapshots import (
+    ANSWER_S,
+    CONNECT_S,
+    MARK,
+    PEERS_S,
+    Snapshot,
+    decode_snapshot,
+    encode_snapshot,
+)
+from warmroute.core.messages import Lookup, Outcome, RoutingRequest
 
 
 class Starting(Process):

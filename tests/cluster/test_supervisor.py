@@ -12,12 +12,12 @@ from pathlib import Path
 
 from support.polling import until
 
+from warmroute.app.workers.supervisor import Supervisor
 from warmroute.config import Admin, Config, Listen, NodeConfig
-from warmroute.service.workers.supervisor import Supervisor
 
 WORKER = """
 import os, pathlib, struct, sys, time
-from warmroute.service.workers.seat import take_seat
+from warmroute.app.workers.seat import take_seat
 seat = take_seat()
 folder = pathlib.Path(sys.argv[1])
 if (folder / "broken").exists():

@@ -8,19 +8,17 @@ import pytest
 from test_cluster_state import Process, exchange
 
 from warmroute._kernel import TicketState
-from warmroute.cluster.cluster_turns import ClusterTurns
-from warmroute.cluster.peer import Peer
 from warmroute.config import Health, Index, NodeConfig
-from warmroute.config.priority import HIGH, NORMAL
-from warmroute.fleet.decode_speed import DecodeSpeed
-from warmroute.fleet.fleet import Fleet
-from warmroute.fleet.node import Node, Outcome
-from warmroute.fleet.ticket import Ticket
-from warmroute.index.cache_view import CacheView
-from warmroute.index.lookup import Lookup
-from warmroute.prompt.routing_request import RoutingRequest
-from warmroute.routing.decision import Decision
-from warmroute.routing.routing_errors import RoutingError
+from warmroute.config.routing import HIGH, NORMAL
+from warmroute.core.cache_view import CacheView
+from warmroute.core.cluster.cluster_turns import ClusterTurns
+from warmroute.core.cluster.peer import Peer
+from warmroute.core.decision import Decision
+from warmroute.core.fleet import Fleet
+from warmroute.core.messages import Lookup, Outcome, RoutingRequest
+from warmroute.core.node import Node, Ticket
+from warmroute.core.rejections import RoutingError
+from warmroute.core.speeds import DecodeSpeed
 
 LIMIT_MS = 250.0
 """The default of admission.max_node_backlog_ms."""

@@ -12,11 +12,11 @@ from weakref import ref
 import pytest
 
 from warmroute.config import Index
-from warmroute.console import block_reports
-from warmroute.console.block_reports import MAX_BYTES, BlockReports
+from warmroute.core.cache_view import CacheView
+from warmroute.core.messages import Lookup
 from warmroute.edge.errors import HttpError
-from warmroute.index.cache_view import CacheView
-from warmroute.index.lookup import Lookup
+from warmroute.engines import block_reports
+from warmroute.engines.block_reports import MAX_BYTES, BlockReports
 
 SIZE = 16
 

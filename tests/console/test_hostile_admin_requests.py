@@ -16,10 +16,10 @@ from support.raw_client import RawConnection, Response
 from support.running_router import RunningRouter, router
 from support.scripted_engine import engines
 
+from warmroute.app.workers.combined_admin import CombinedAdmin
 from warmroute.config import Limits
-from warmroute.console.combined_admin import CombinedAdmin
 from warmroute.edge.async_handler import AsyncHandler
-from warmroute.edge.listener import Listener
+from warmroute.edge.client_connection import Listener
 from warmroute.edge.timer_wheel import TimerWheel
 
 BODIES = {

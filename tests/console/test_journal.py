@@ -34,17 +34,15 @@ from support.scripted_engine import engines
 
 from warmroute.config import Health, Index, NodeConfig, Routing
 from warmroute.config import Journal as JournalConfig
-from warmroute.fleet.fleet import Fleet
-from warmroute.fleet.node import Outcome
-from warmroute.index.cache_view import CacheView
-from warmroute.index.lookup import Lookup
-from warmroute.prompt.routing_request import RoutingRequest
-from warmroute.routing.decision import Decision
-from warmroute.routing.dispatch import Dispatch
-from warmroute.routing.query import Query
-from warmroute.routing.router import Router
-from warmroute.telemetry.counters import Counters
-from warmroute.telemetry.journal import MAX_PENDING, Entry, Journal, append
+from warmroute.core.cache_view import CacheView
+from warmroute.core.decision import Decision
+from warmroute.core.fleet import Fleet
+from warmroute.core.last_decisions import MAX_PENDING, Entry, Journal, append
+from warmroute.core.messages import Lookup, Outcome, RoutingRequest
+from warmroute.core.router import Router
+from warmroute.core.routing_context import Query
+from warmroute.core.tickets import Dispatch
+from warmroute.core.traffic import Counters
 
 SECRET = "xyzzy-plugh"
 LONG = f"{SECRET} " * 700
@@ -245,7 +243,7 @@ async def test_entries_do_not_keep_prompts_or_bodies_in_memory() -> None:
             for part in gc.get_referents(thing):
                 if isinstance(part, bytes | str):
                     assert len(part) < 100, part[:200]
-                elif type(part).__module__.startswith("warmroute.routing") and id(part) not in reached:
+                elif type(part).__module__.startswith("warmroute.core") and id(part) not in reached:
                     reached.add(id(part))
                     ahead.append(part)
 
@@ -337,7 +335,7 @@ def test_a_large_file_is_rotated(tmp_path: Path) -> None:
 
 @pytest.mark.interpreted
 async def test_a_disk_that_hangs_does_not_delay_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("warmroute.telemetry.journal.CLOSE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("warmroute.core.last_decisions.CLOSE_TIMEOUT_S", 0.2)
     file = tmp_path / "j"
     os.mkfifo(file)  # opening it waits for a reader
     async with engines() as [engine], router(engine, journal={"file": str(file)}) as r:

@@ -25,11 +25,11 @@ from support.running_router import RunningRouter, router
 from support.scripted_engine import engines
 from support.serve_process import serve
 
-from warmroute.console import live_feed, live_viewers
-from warmroute.console.page_files import FOLDER, PAGE_PATHS
-from warmroute.fleet.health import HealthState
-from warmroute.look import theme_css
-from warmroute.telemetry.alerts import Alert
+from warmroute.app import live_page
+from warmroute.app.alerts import Alert
+from warmroute.app.live_page import FOLDER, PAGE_PATHS
+from warmroute.core.health import HealthState
+from warmroute.lab.html_report import theme_css
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKEN = {"token_sha256": hashlib.sha256(b"open sesame").hexdigest()}
@@ -78,7 +78,7 @@ async def viewer(r: RunningRouter, *headers: str) -> Viewer:
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live_feed, "INTERVAL_S", 0.05)
+    monkeypatch.setattr(live_page, "INTERVAL_S", 0.05)
 
 
 # The feed.
@@ -244,7 +244,7 @@ async def test_nothing_is_rendered_without_viewers() -> None:
 
 
 async def test_the_number_of_viewers_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live_viewers, "MAX_VIEWERS", 2)
+    monkeypatch.setattr(live_page, "MAX_VIEWERS", 2)
     async with engines() as [engine], router(engine) as r:
         first, _second = await viewer(r), await viewer(r)
         refused = await r.admin("GET", "/admin/live")
@@ -256,7 +256,7 @@ async def test_the_number_of_viewers_is_bounded(monkeypatch: pytest.MonkeyPatch)
 
 
 async def test_a_viewer_that_does_not_read_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live_viewers, "MAX_UNREAD_BYTES", 200_000)
+    monkeypatch.setattr(live_page, "MAX_UNREAD_BYTES", 200_000)
     async with engines() as [engine], router(engine) as r:
         large = [Alert(id="a", severity="info", title="x" * 1_000_000, cause="", what_to_do="")]
         slow, reading = await viewer(r), await viewer(r)
@@ -401,8 +401,9 @@ def test_the_committed_build_belongs_to_its_sources() -> None:
 
 
 def test_the_check_notices_a_changed_source(tmp_path: Path) -> None:
-    for name in ("ui/src", "ui/public", "src/warmroute/console/page", "src/warmroute/look"):
+    for name in ("ui/src", "ui/public", "src/warmroute/app/page"):
         shutil.copytree(ROOT / name, tmp_path / name)
+    shutil.copy(ROOT / "src/warmroute/theme.css", tmp_path / "src/warmroute/theme.css")
     for name in ("index.html", "package.json", "package-lock.json", "tsconfig.json", "vite.config.ts"):
         shutil.copy(ROOT / "ui" / name, tmp_path / "ui" / name)
     (tmp_path / "tools").mkdir()

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from warmroute.app import log as logs
 from warmroute.config import Log
 from warmroute.event_log import EventLog
-from warmroute.telemetry import log as logs
 
 log = EventLog("warmroute.test")
 

@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 from support.engine_processes import FakeEngine, replay_events, wait_until
 
-from warmroute.demo.child_processes import Children
-from warmroute.demo.routing_comparison import RoutingComparison
-from warmroute.demo.show_scaling import sparkline
-from warmroute.fake_engine.core import AllBlocksCleared
+from warmroute.lab.demo.part_routing import RoutingComparison
+from warmroute.lab.demo.part_scaling import sparkline
+from warmroute.lab.demo.processes import Children
+from warmroute.lab.engine.blocks import AllBlocksCleared
 
-DEMO = [sys.executable, "-m", "warmroute.cli.main", "demo"]
+DEMO = [sys.executable, "-m", "warmroute.app.main", "demo"]
 
 
 def with_temp_dir(folder: Path) -> dict[str, str]:
@@ -80,7 +80,7 @@ def test_no_child_outlives_the_demo(number: signal.Signals, tmp_path: Path) -> N
 
 def engines_of(demo: int) -> list[int]:
     """Return the engines that the demo's router has started. They are not children of the demo."""
-    wrapper = f"warmroute.demo.die_with_parent\0{demo}\0".encode()
+    wrapper = f"warmroute.lab.demo.die_with_parent\0{demo}\0".encode()
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:

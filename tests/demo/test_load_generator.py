@@ -10,22 +10,26 @@ from itertools import islice
 import msgspec
 import pytest
 
-from warmroute.demo.load_generator.load_run import LoadOptions, LoadRun
-from warmroute.demo.load_generator.prompt_requests import (
+from warmroute.lab.engine.server import EngineServer, ServerConfig
+from warmroute.lab.engine.timing import profile
+from warmroute.lab.engine.tokenizers import FakeTokenizer
+from warmroute.lab.engine.values import EngineConfig
+from warmroute.lab.load import (
     ConversationHistory,
+    LoadOptions,
+    LoadRun,
+    RequestFailed,
+    RequestRefused,
     build_request,
     chat_messages,
     extend_history,
+    send_streaming,
 )
-from warmroute.demo.load_generator.streaming_client import RequestFailed, RequestRefused, send_streaming
-from warmroute.fake_engine.core import EngineConfig
-from warmroute.fake_engine.profiles import profile
-from warmroute.fake_engine.server.engine_server import EngineServer, ServerConfig
-from warmroute.fake_engine.server.fake_tokenizer import FakeTokenizer
-from warmroute.replay import Setup, parse_policy, replay
-from warmroute.replay.simulation.conditions import Conditions, Island, NodeSpec
-from warmroute.replay.workloads.catalog import parse_workload
-from warmroute.replay.workloads.prompt_text import words
+from warmroute.lab.replay_setup import parse_policy
+from warmroute.lab.run import Setup, replay
+from warmroute.lab.simulated_node import Conditions, Island, NodeSpec
+from warmroute.lab.workloads import parse_workload
+from warmroute.lab.workloads.workload_prompt import words
 
 SPEED = 20.0
 SEED = 5

@@ -199,7 +199,7 @@ def test_the_images_steps_in_a_clean_directory(tmp_path: Path) -> None:
     assert "(compiled)" in run(*clean, target / "bin" / "warmroute", "--version").stdout
     sample = ROOT / "deploy" / "systemd" / "warmroute.toml"
     run(*clean, target / "bin" / "warmroute", "check-config", sample)
-    run(*clean, target / "bin" / "python", "-c", "import lightkube, dns, grpc, warmroute.discovery.kubernetes")
+    run(*clean, target / "bin" / "python", "-c", "import lightkube, dns, grpc, warmroute.engines.discovery.kubernetes")
     assert not (target / "bin" / "pip").exists()
     run(*clean, target / "bin" / "warmroute", "demo", "--only", "compare", "--exit")
 

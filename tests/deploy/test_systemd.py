@@ -17,9 +17,9 @@ import pytest
 from support.polling import until
 from support.raw_client import RawConnection, get
 
-from warmroute.cli.main import create_parser
+from warmroute.app.main import create_parser
+from warmroute.app.process import Systemd
 from warmroute.config import Config, ConfigError, load
-from warmroute.service.systemd import Systemd
 
 UNITS = Path(__file__).resolve().parents[2] / "deploy" / "systemd"
 
@@ -54,7 +54,7 @@ async def activated(
     """`warmroute serve` as systemd would start it: the sockets are file descriptors 3 and following."""
     config = folder / "warmroute.toml"
     config.write_text("[admin]\nport = 0\n[shutdown]\ndelay_s = 0.0\n")
-    serve = [sys.executable, "-m", "warmroute.cli.main", "serve", "--config", str(config), "--port", "1"]
+    serve = [sys.executable, "-m", "warmroute.app.main", "serve", "--config", str(config), "--port", "1"]
     command = shlex.join([*serve, *options])
     moves = " ".join(f"{3 + number}<&{one.fileno()}" for number, one in enumerate(sockets))
     environment = os.environ | {
@@ -178,7 +178,7 @@ def test_an_abstract_notify_socket() -> None:
 
 def test_unusable_file_descriptors_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def inherit(number: int, count: int = 1) -> Systemd:
-        monkeypatch.setattr("warmroute.service.systemd.FIRST_FD", number)
+        monkeypatch.setattr("warmroute.app.process.FIRST_FD", number)
         return Systemd({"LISTEN_PID": str(os.getpid()), "LISTEN_FDS": str(count)})
 
     with pytest.raises(ConfigError, match="more than one socket"):

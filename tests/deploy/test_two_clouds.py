@@ -21,8 +21,8 @@ from support.real_kubernetes import RealCluster, missing
 from test_terraform import render_values
 
 from warmroute.config import from_table
-from warmroute.discovery.discovery_service import create_source
-from warmroute.discovery.target import Targets
+from warmroute.engines.discovery.sync import create_source
+from warmroute.engines.discovery.target import Targets
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(240)]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from warmroute.discovery import discovery_service, dns_records, targets_file
+from warmroute.engines.discovery import dns_records, sync, targets_file
 
 
 @pytest.fixture(autouse=True)
@@ -13,7 +13,7 @@ def _short_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(targets_file.TargetsFile, "max_retry_s", 0.05)
     monkeypatch.setattr(dns_records, "MIN_REFRESH_S", 0.05)
     monkeypatch.setattr(dns_records.DnsRecords, "max_retry_s", 0.05)
-    monkeypatch.setattr(discovery_service, "APPLY_S", 0.01)
-    monkeypatch.setattr(discovery_service, "CHECK_S", 0.05)
-    monkeypatch.setattr(discovery_service, "COMPARE_S", 0.05)
-    monkeypatch.setattr(discovery_service, "RETRY_S", 0.05)
+    monkeypatch.setattr(sync, "APPLY_S", 0.01)
+    monkeypatch.setattr(sync, "CHECK_S", 0.05)
+    monkeypatch.setattr(sync, "COMPARE_S", 0.05)
+    monkeypatch.setattr(sync, "RETRY_S", 0.05)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from warmroute.config import DiscoveryConfig, Health, NodeConfig
-from warmroute.discovery.discovered_nodes import DiscoveredNodes
-from warmroute.discovery.target import MAX_TARGETS, Target, create_target
-from warmroute.fleet.fleet import Fleet
-from warmroute.fleet.node import Node
+from warmroute.core.fleet import Fleet
+from warmroute.core.node import Node
+from warmroute.engines.discovery.sync import DiscoveredNodes
+from warmroute.engines.discovery.target import MAX_TARGETS, Target, create_target
 
 FILE = DiscoveryConfig(kind="file", file="f")
 

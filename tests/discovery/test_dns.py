@@ -12,9 +12,9 @@ from support.dns_server import DnsServer, dns_server
 from support.polling import until
 
 from warmroute.config import DiscoveryConfig
-from warmroute.discovery import dns_records
-from warmroute.discovery.dns_records import DnsRecords
-from warmroute.discovery.target import SourceError, Targets
+from warmroute.engines.discovery import dns_records
+from warmroute.engines.discovery.dns_records import DnsRecords
+from warmroute.engines.discovery.target import SourceError, Targets
 
 
 @asynccontextmanager

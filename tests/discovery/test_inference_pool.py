@@ -12,11 +12,11 @@ from support.fake_kubernetes import FakeCluster
 from support.polling import until
 
 from warmroute.config import DiscoveryConfig
-from warmroute.discovery import inference_pool
-from warmroute.discovery.discovery_service import create_source
-from warmroute.discovery.inference_pool import read_pool, read_priority
-from warmroute.discovery.target import SourceError, Targets
-from warmroute.kubernetes.watch import ApiFailure
+from warmroute.engines.discovery import kubernetes
+from warmroute.engines.discovery.kubernetes import read_pool, read_priority
+from warmroute.engines.discovery.sync import create_source
+from warmroute.engines.discovery.target import SourceError, Targets
+from warmroute.kubernetes_api import ApiFailure
 
 POOLS = "/apis/inference.networking.k8s.io/v1/namespaces/default/inferencepools"
 OBJECTIVES = "/apis/inference.networking.x-k8s.io/v1alpha2/namespaces/default/inferenceobjectives"
@@ -85,7 +85,7 @@ async def test_a_missing_pool_is_an_error_that_names_it(cluster: FakeCluster) ->
 
 
 async def test_objectives_of_the_pool_have_priorities(cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inference_pool, "RETRY_S", 0.05)
+    monkeypatch.setattr(kubernetes, "RETRY_S", 0.05)
     add_pool(cluster, 8000)
     add_pod(cluster, "a", "10.0.0.1")
     for one in (objective("chat", 10), objective("batch", -1), objective("plain", None), objective("x", 5, "other")):
@@ -115,7 +115,7 @@ def test_a_group_that_may_not_be_read_is_logged_once_and_only_if_no_other_can_be
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     reports: list[dict[str, str]] = []
-    objectives = inference_pool._Objectives("source", reports.append)
+    objectives = kubernetes._Objectives("source", reports.append)
     forbidden = ApiFailure("forbidden", 403)
     for _ in range(2):
         objectives.failed("llm-d.ai", forbidden)

@@ -22,8 +22,8 @@ from support.real_kubernetes import RealCluster, missing
 from support.running_router import RunningRouter, router
 
 from warmroute.config import ConfigError, DiscoveryConfig
-from warmroute.discovery.discovery_service import create_source
-from warmroute.discovery.target import SourceError, Targets
+from warmroute.engines.discovery.sync import create_source
+from warmroute.engines.discovery.target import SourceError, Targets
 
 GUIDE = Path(__file__).resolve().parents[2] / "docs" / "guides" / "discovery.md"
 NODES = "/api/v1/nodes"

@@ -20,11 +20,11 @@ from support.raw_client import chat, post
 from support.running_router import count_up, quick_table, router
 from support.scripted_engine import ScriptedEngine, engines
 
+from warmroute.app.alerts import discovery_alerts
+from warmroute.app.startup import check_startup
 from warmroute.config import Config, ConfigError, from_table
-from warmroute.discovery import dns_records
-from warmroute.discovery.dns_records import MIN_REFRESH_S
-from warmroute.service.discovery_alerts import discovery_alerts
-from warmroute.service.startup_checks import check_startup
+from warmroute.engines.discovery import dns_records
+from warmroute.engines.discovery.dns_records import MIN_REFRESH_S
 
 
 def write_targets(path: Path, *engines: ScriptedEngine, **labels: str) -> None:

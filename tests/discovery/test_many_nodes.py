@@ -16,9 +16,10 @@ from support.polling import until
 from test_discovered_nodes import started, target
 
 from warmroute.config import DiscoveryConfig
-from warmroute.discovery import kubernetes, turn
-from warmroute.discovery.dns_records import DnsRecords
-from warmroute.discovery.target import Targets
+from warmroute.engines.discovery import kubernetes
+from warmroute.engines.discovery import target as turn
+from warmroute.engines.discovery.dns_records import DnsRecords
+from warmroute.engines.discovery.target import Targets
 
 COUNT = 300
 

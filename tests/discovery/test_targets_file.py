@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from support.polling import until
 
 from warmroute.config import DiscoveryConfig
-from warmroute.discovery.target import SourceError, Targets, split_host_port
-from warmroute.discovery.targets_file import MAX_FILE_BYTES, TargetsFile, read_groups
+from warmroute.engines.discovery.target import SourceError, Targets, split_host_port
+from warmroute.engines.discovery.targets_file import MAX_FILE_BYTES, TargetsFile, read_groups
 
 CONFIG = DiscoveryConfig(kind="file", file="targets.json")
 

@@ -19,13 +19,13 @@ from support.engine_processes import FakeEngine
 from support.engine_scripts import vllm_metrics
 from support.free_port import free_port
 
-from warmroute.build_info import build_advice, is_compiled, version_and_build
-from warmroute.cli.main import main
+from warmroute import build_advice, is_compiled, version_and_build
+from warmroute.app.doctor import answers as sample_request
+from warmroute.app.doctor import examine
+from warmroute.app.doctor.checks import Check
+from warmroute.app.main import main
 from warmroute.config import from_table
-from warmroute.demo.child_processes import Children
-from warmroute.doctor import sample_request
-from warmroute.doctor.checks import Check
-from warmroute.doctor.examine import examine
+from warmroute.lab.demo.processes import Children
 
 SMALL_MODEL = Path(__file__).parents[1] / "prompt" / "small-model"
 CACHE_INFO = 'vllm:cache_config_info{block_size="16",enable_prefix_caching="True",num_gpu_blocks="100"} 1.0\n'
@@ -171,7 +171,7 @@ async def test_a_tokenizer_that_the_nodes_replace_is_ok() -> None:
 
 
 async def test_another_chat_template_is_a_problem_with_the_lines_to_add() -> None:
-    from warmroute.fake_engine.server.model_tokenizer import ModelTokenizer
+    from warmroute.lab.engine.tokenizers import ModelTokenizer
 
     tokenizer = ModelTokenizer(SMALL_MODEL)
 
@@ -189,7 +189,7 @@ async def test_another_chat_template_is_a_problem_with_the_lines_to_add() -> Non
 
 
 async def test_only_text_is_compared_with_sglang() -> None:
-    from warmroute.fake_engine.server.model_tokenizer import ModelTokenizer
+    from warmroute.lab.engine.tokenizers import ModelTokenizer
 
     tokenizer = ModelTokenizer(SMALL_MODEL)
 

@@ -10,7 +10,7 @@ from support.answering_node import answering_node
 from support.engine_scripts import vllm_metrics
 from support.free_port import free_port
 
-from warmroute.cli.main import main
+from warmroute.app.main import main
 from warmroute.config import from_table
 
 

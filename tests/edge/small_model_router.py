@@ -13,11 +13,11 @@ import pytest
 from support.running_router import RunningRouter, router
 from support.scripted_engine import ScriptedEngine
 
-from warmroute.index.node_cache import NodeCache
+from warmroute.core.node_cache import NodeCache
 from warmroute.prompt import chat_tokenizer
 from warmroute.prompt.chat_template import ChatTemplate
 from warmroute.prompt.prompt_tokenizer import PromptTokenizer
-from warmroute.prompt.tail_check import TailCheck
+from warmroute.prompt.tail_rendering import TailCheck
 
 SMALL_MODEL = Path(__file__).parents[1] / "prompt" / "small-model"
 CHAT = "/v1/chat/completions"

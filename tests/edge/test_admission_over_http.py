@@ -16,9 +16,9 @@ from support.raw_client import chat, post
 from support.running_router import RunningRouter, quick_table, router
 from support.scripted_engine import engines
 
+from warmroute.app.service import Service
 from warmroute.config import Config, from_table
-from warmroute.edge.api_keys import hash_key
-from warmroute.service import Service
+from warmroute.edge.arrival import hash_key
 
 
 def keys(**limits: int) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ from support.raw_client import Response, chat, post
 from support.running_router import router
 from support.scripted_engine import engines
 
-from warmroute.routing.router import Router
+from warmroute.core.router import Router
 
 MESSAGES = "/v1/messages"
 KEY = {"sha256": hashlib.sha256(b"secret").hexdigest(), "tenant": "t", "requests_per_min": 1}

@@ -16,13 +16,12 @@ from support.running_router import RunningRouter, router
 from support.scripted_engine import ReceivedRequest, ScriptedEngine, engines
 from support.serve_process import serve
 
+from warmroute._kernel import RequestHead
 from warmroute.config import Limits
-from warmroute.edge.api_keys import NO_RIGHTS, Rights
-from warmroute.edge.client_connection import ClientConnection
+from warmroute.edge.arrival import NO_RIGHTS, Rights
+from warmroute.edge.client_connection import ClientConnection, Listener
 from warmroute.edge.errors import HttpError
-from warmroute.edge.http1 import RequestHead
-from warmroute.edge.listener import Listener
-from warmroute.edge.plain_sockets import PlainSockets
+from warmroute.edge.sockets import PlainSockets
 from warmroute.edge.timer_wheel import NEVER, TimerWheel
 
 MB = 1_000_000

@@ -15,7 +15,7 @@ from support.raw_client import RawConnection, Response, chat, get, post
 from support.running_router import RunningRouter, router
 from support.scripted_engine import engines
 
-from warmroute.edge.body_reader import BodyMemory
+from warmroute.edge.client_connection import BodyMemory
 from warmroute.edge.errors import HttpError
 
 MB = 1_000_000

@@ -24,10 +24,10 @@ from support.raw_client import chat, post
 from support.running_router import RunningRouter, router
 from support.scripted_engine import engines
 
+from warmroute.core.calls import Attempts
 from warmroute.edge.exchange import ProxyExchange
 from warmroute.edge.large_body import LargeBodyExchange
-from warmroute.edge.node_attempt import NodeAttempt
-from warmroute.routing.attempts import Attempts
+from warmroute.edge.tries import NodeAttempt
 
 SMALL, LARGE = chat("x"), chat("x" * (1 << 20))
 

@@ -12,7 +12,7 @@ from support.running_router import RunningRouter, router
 from support.scripted_engine import ScriptedEngine, engines
 
 from warmroute._kernel import ENGINE_FIELDS, ENGINE_OPTIONS, outline_body
-from warmroute.edge.paths import FORWARDED
+from warmroute.edge.arrival import FORWARDED
 from warmroute.prompt.multipart import form_fields
 
 TRANSFER = {"do_remote_prefill": True, "remote_host": "10.0.0.9", "remote_port": 1, "remote_block_ids": [1, 2]}

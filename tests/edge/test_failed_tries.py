@@ -332,7 +332,7 @@ async def test_explain_lists_failed_requests_and_shows_why_each_node_failed() ->
 
         async def explain(*arguments: str) -> tuple[int, str]:
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "warmroute.cli.main", "explain",
+                sys.executable, "-m", "warmroute.app.main", "explain",
                 "--admin", f"http://127.0.0.1:{r.service.admin_port}", *arguments,
                 stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
             )  # fmt: skip

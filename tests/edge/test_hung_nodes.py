@@ -19,7 +19,7 @@ from support.raw_client import Response, chat, post
 from support.running_router import RunningRouter, router
 from support.scripted_engine import engines
 
-from warmroute.demo.child_processes import Children
+from warmroute.lab.demo.processes import Children
 
 QUICK_HEDGES = {"min_delay_s": 0.3, "max_ratio": 1.0}
 SLOW_BREAKER = {"timeout_s": 0.2, "consecutive_timeouts": 1000}

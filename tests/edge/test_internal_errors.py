@@ -14,20 +14,18 @@ from support.raw_client import chat, get, post
 from support.running_router import RunningRouter, router
 from support.scripted_engine import engines
 
+from warmroute.core.admission import Admission
+from warmroute.core.calls import Attempts
+from warmroute.core.fleet import Fleet
+from warmroute.core.router import Router
 from warmroute.edge import exchange
-from warmroute.edge.body_reader import BodyReader
-from warmroute.edge.client_connection import ClientConnection
+from warmroute.edge.arrival import RequestBuilder
+from warmroute.edge.client_connection import BodyReader, ClientConnection
 from warmroute.edge.connection_pool import ConnectionPool
 from warmroute.edge.exchange import ProxyExchange
-from warmroute.edge.node_attempt import NodeAttempt
 from warmroute.edge.node_connection import NodeConnection
-from warmroute.edge.own_endpoints import OwnEndpoints
-from warmroute.edge.proxy import Proxy
-from warmroute.edge.request_builder import RequestBuilder
-from warmroute.fleet.fleet import Fleet
-from warmroute.routing.admission import Admission
-from warmroute.routing.attempts import Attempts
-from warmroute.routing.router import Router
+from warmroute.edge.proxy import OwnEndpoints, Proxy
+from warmroute.edge.tries import NodeAttempt
 
 pytestmark = pytest.mark.interpreted
 

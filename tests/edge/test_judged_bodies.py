@@ -18,10 +18,9 @@ from support.raw_client import chat, post
 from support.running_router import router
 from support.scripted_engine import engines
 
-from warmroute.edge.api_keys import hash_key
-from warmroute.edge.body_scanner import scan
-from warmroute.edge.content_type import form_boundary
+from warmroute.edge.arrival import hash_key, scan
 from warmroute.edge.errors import HttpError
+from warmroute.edge.http1 import form_boundary
 
 CHAT = b"/v1/chat/completions"
 

@@ -11,8 +11,8 @@ from support.raw_client import chat, post
 from support.running_router import router
 from support.scripted_engine import engines
 
-from warmroute.edge.last_event import has_last_event
-from warmroute.fleet.node import Outcome
+from warmroute.core.messages import Outcome
+from warmroute.edge.response import has_last_event
 
 TOKEN = b'data: {"choices":[{"delta":{"content":"[DONE]"}}]}\n\n'
 USAGE = b'data: {"choices":[],"usage":{"prompt_tokens":9,"completion_tokens":3}}\n\n'

@@ -10,7 +10,7 @@ from support.raw_client import post
 from support.running_router import router
 from support.scripted_engine import engines
 
-from warmroute.edge.missing_paths import MAX_JUDGED_BYTES
+from warmroute.edge.response import MAX_JUDGED_BYTES
 
 NOT_FOUND = b'{"detail":"Not Found"}'
 CHUNKED = b"HTTP/1.1 404 Not Found\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"

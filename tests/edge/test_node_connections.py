@@ -28,12 +28,11 @@ from support.running_router import RunningRouter, router
 from support.scripted_engine import ScriptedEngine, engines
 
 from warmroute.config import Health, NodeConfig, Upstream
+from warmroute.core.node import Node
 from warmroute.edge import connection_pool
 from warmroute.edge.connection_pool import ConnectionPool
-from warmroute.edge.node_connection import ConnectFailure, NodeConnection
-from warmroute.edge.piecewise_writer import PIECE_BYTES, PiecewiseWriter
+from warmroute.edge.node_connection import PIECE_BYTES, ConnectFailure, NodeConnection, PiecewiseWriter
 from warmroute.edge.timer_wheel import TimerWheel
-from warmroute.fleet.node import Node
 
 # Reuse.
 

@@ -12,8 +12,8 @@ from support.raw_client import Response, chat, post
 from support.running_router import RunningRouter, router
 from support.scripted_engine import ReceivedRequest, ScriptedEngine, engines
 
-from warmroute.fleet.health import HealthState
-from warmroute.fleet.node import Node
+from warmroute.core.health import HealthState
+from warmroute.core.node import Node
 
 POISON = "poison"
 

@@ -29,8 +29,7 @@ from support.running_router import RunningRouter, router
 from support.scripted_engine import engines
 
 from warmroute._kernel import MAX_LOOP_BYTES
-from warmroute.edge import prompt_reader
-from warmroute.prompt import tokenizer_loader
+from warmroute.prompt import reader, registry
 from warmroute.prompt.prompt import Prompt
 from warmroute.prompt.prompt_tokenizer import TokenizeJob
 from warmroute.prompt.tokenizer import load_tokenizer
@@ -66,7 +65,7 @@ async def test_requests_are_matched_by_their_text_while_the_tokenizer_is_loaded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     may_load = threading.Event()
-    monkeypatch.setattr(tokenizer_loader, "load_tokenizer", lambda path: may_load.wait(30) and load_tokenizer(path))
+    monkeypatch.setattr(registry, "load_tokenizer", lambda path: may_load.wait(30) and load_tokenizer(path))
     models = [{"name": "m", "tokenizer": str(SMALL_MODEL)}]
     async with (
         engines() as nodes,
@@ -214,7 +213,7 @@ async def test_the_prompt_of_a_client_that_left_is_not_read() -> None:
 
 @pytest.mark.interpreted
 async def test_a_request_is_routed_by_load_when_too_many_prompts_are_pending(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prompt_reader, "MAX_PENDING", 2)
+    monkeypatch.setattr(reader, "MAX_PENDING", 2)
     async with engines() as nodes, small_model_router(*nodes) as r:
         (engine,) = nodes
         gate = TokenizerGate(r)

@@ -17,7 +17,7 @@ from support.running_router import RunningRouter, router
 from support.scripted_engine import engines
 
 from warmroute.config import ConfigError, from_table
-from warmroute.edge.api_keys import hash_key
+from warmroute.edge.arrival import hash_key
 from warmroute.edge.client_address import MAX_HOPS, ClientAddresses
 from warmroute.edge.client_connection import MAX_HELD
 

@@ -23,7 +23,7 @@ from support.running_router import router
 from support.scripted_engine import engines
 
 from warmroute._kernel import read_usage
-from warmroute.routing.dispatch import Dispatch
+from warmroute.core.tickets import Dispatch
 
 CHAT_USAGE = {"prompt_tokens": 900, "total_tokens": 940, "completion_tokens": 40}
 USAGE_IN_TEXT = (

@@ -9,7 +9,7 @@ from support.raw_client import get, post
 from support.running_router import router
 from support.scripted_engine import engines
 
-from warmroute.edge.request_ids import random_ids
+from warmroute.edge.arrival import random_ids
 
 
 def test_ids_are_random() -> None:

@@ -10,11 +10,11 @@ from support.raw_client import chat, post
 from support.running_router import router
 from support.scripted_engine import engines
 
+from warmroute.core.calls import Attempts
+from warmroute.core.decision import Decision
+from warmroute.core.routing_context import Query
 from warmroute.edge.exchange import ProxyExchange
-from warmroute.edge.node_attempt import NodeAttempt
-from warmroute.routing.attempts import Attempts
-from warmroute.routing.decision import Decision
-from warmroute.routing.query import Query
+from warmroute.edge.tries import NodeAttempt
 
 OF_A_REQUEST = (ProxyExchange, NodeAttempt, Attempts, Query, Decision)
 USAGE = b'"usage": {"prompt_tokens": 900, "completion_tokens": 1}'

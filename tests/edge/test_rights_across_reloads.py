@@ -12,8 +12,8 @@ from support.running_router import RunningRouter, quick_table, router
 from support.scripted_engine import ScriptedEngine, engines
 
 from warmroute.config import from_table
-from warmroute.config.priority import LOW
-from warmroute.edge.api_keys import hash_key
+from warmroute.config.routing import LOW
+from warmroute.edge.arrival import hash_key
 
 LONG = "abcdefgh" * 400
 LARGE = "x" * 400_000

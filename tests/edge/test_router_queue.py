@@ -16,10 +16,10 @@ from support.raw_client import Response, chat, get, post
 from support.running_router import RunningRouter, quick_table, router
 from support.scripted_engine import engines
 
+from warmroute.app.service import Service
 from warmroute.config import Config, from_table
-from warmroute.edge.api_keys import hash_key
-from warmroute.service import Service
-from warmroute.telemetry.journal import Journal
+from warmroute.core.last_decisions import Journal
+from warmroute.edge.arrival import hash_key
 
 
 async def test_requests_wait_in_the_router_while_the_engine_has_no_room() -> None:

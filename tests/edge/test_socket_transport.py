@@ -19,8 +19,8 @@ import uvloop
 from support.polling import until
 
 from warmroute._kernel import ChunkReader, SocketPoller, SocketTransport, UnreadBytes
-from warmroute.edge import plain_sockets
-from warmroute.edge.plain_sockets import PlainSockets
+from warmroute.edge import sockets
+from warmroute.edge.sockets import PlainSockets
 
 
 class Recorder:
@@ -508,7 +508,7 @@ def test_unix_sockets() -> None:
 
 
 def test_a_process_without_free_files_accepts_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plain_sockets, "ACCEPT_PAUSE_S", 0.05)
+    monkeypatch.setattr(sockets, "ACCEPT_PAUSE_S", 0.05)
 
     async def test(plain: PlainSockets) -> None:
         import resource

@@ -16,11 +16,11 @@ from support.raw_client import Response, chat, post
 from support.running_router import RunningRouter, router
 from support.scripted_engine import ScriptedEngine, engines
 
-from warmroute.fake_engine.core import EngineConfig
-from warmroute.fake_engine.profiles import profile
-from warmroute.fake_engine.server.engine_server import EngineServer, ServerConfig
-from warmroute.fake_engine.server.fake_tokenizer import FakeTokenizer
-from warmroute.fake_engine.server.kv_transfers import KvTransfers
+from warmroute.lab.engine.rank import KvTransfers
+from warmroute.lab.engine.server import EngineServer, ServerConfig
+from warmroute.lab.engine.timing import profile
+from warmroute.lab.engine.tokenizers import FakeTokenizer
+from warmroute.lab.engine.values import EngineConfig
 
 ALWAYS: dict[str, Any] = {
     "routing": {"policy": "price", "seed": 7}, "price": {"split": "always"}, "journal": {"response_headers": "always"},

@@ -12,9 +12,8 @@ from support.scripted_engine import engines
 from uvicorn_scopes import scopes
 
 from warmroute._kernel import BAD_TARGET, read_request_head
-from warmroute.edge.api_keys import hash_key
+from warmroute.edge.arrival import FORWARDED, NEVER_FORWARDED, check_path, hash_key
 from warmroute.edge.errors import HttpError
-from warmroute.edge.paths import FORWARDED, NEVER_FORWARDED, check_path
 
 HEAD = b"POST %b HTTP/1.1\r\nHost: a\r\nContent-Length: 0\r\n\r\n"
 PIECES = st.one_of(

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from support.engine_processes import FakeEngine, StartEngine
 
-from warmroute.demo.child_processes import Children
+from warmroute.lab.demo.processes import Children
 
 
 @pytest.fixture

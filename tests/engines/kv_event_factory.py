@@ -10,10 +10,10 @@ from typing import Any
 import msgspec
 
 from warmroute.config import Index
+from warmroute.core.cache_view import CacheView
+from warmroute.core.messages import Lookup
+from warmroute.core.node_cache import NodeCache
 from warmroute.engines.kv_events import BlockStored
-from warmroute.index.cache_view import CacheView
-from warmroute.index.lookup import Lookup
-from warmroute.index.node_cache import NodeCache
 
 MODEL = "m"
 RECORDED_PAYLOADS = Path(__file__).parents[1] / "fixtures" / "vllm-0.32" / "frames"

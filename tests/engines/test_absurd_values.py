@@ -16,18 +16,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_event_factory import hit, lookup, one_node, payload, prompt, stored
 
-from warmroute.engines import sglang, trtllm, trtllm_metrics, vllm
-from warmroute.engines.byte_budget import ByteBudget
-from warmroute.engines.kv_client import apply_polled
-from warmroute.engines.kv_endpoints import parse_event_sources, parse_server_info, reachable_endpoint
-from warmroute.engines.kv_events import BadPayload, decode_batch, sent_time_s
-from warmroute.engines.kv_rank import NodeKvEvents, RankEvents
-from warmroute.engines.kv_sequence import MAX_HELD, EventSequence
-from warmroute.engines.load_report import LoadReport
-from warmroute.engines.served_models import parse_model_cards, read_cards
-from warmroute.fleet.reported_values import LIMITS, MAX_BLOCK_TOKENS, MAX_RANKS, ReportedValues, decode_json
-from warmroute.index.lookup import Lookup
-from warmroute.index.node_cache import NodeCache
+from warmroute._kernel import MAX_BLOCK_TOKENS
+from warmroute.core.messages import Lookup
+from warmroute.core.node import LoadReport
+from warmroute.core.node_cache import NodeCache
+from warmroute.core.reported_values import LIMITS, MAX_RANKS, ReportedValues, decode_json
+from warmroute.engines import parse_model_cards, read_cards, sglang, trtllm, vllm
+from warmroute.engines.kv_events import (
+    MAX_HELD,
+    BadPayload,
+    ByteBudget,
+    EventSequence,
+    NodeKvEvents,
+    RankEvents,
+    decode_batch,
+    sent_time_s,
+)
+from warmroute.engines.kv_subscription import apply_polled, parse_event_sources, parse_server_info, reachable_endpoint
 
 ABSURD_INTEGERS = [-1, 0, 1, 2**31, 2**32, 2**53, 2**63 - 1, 2**63, 2**64 - 1, -(2**63), MAX_BLOCK_TOKENS + 1]
 absurd_integers = st.sampled_from(ABSURD_INTEGERS) | st.integers(-(2**63), 2**64 - 1)
@@ -261,14 +266,14 @@ def is_bounded(report: LoadReport) -> bool:
 @given(st.lists(st.tuples(st.sampled_from(METRICS), values), max_size=30))
 def test_a_load_report_is_bounded_whatever_the_page_says(lines: list[tuple[str, str]]) -> None:
     page = "\n".join(f"{name} {value}" for name, value in [("", ""), *lines]).encode("utf-8", "replace")
-    for engine in (vllm, sglang, trtllm_metrics):
+    for engine in (vllm, sglang, trtllm):
         report = engine.parse_load(page)
         assert report is not None and is_bounded(reported().check(report))
 
 
 @given(anything | st.lists(st.fixed_dictionaries({"numActiveRequests": json_scalars, "kvCacheStats": anything})))
 def test_iteration_statistics_are_bounded(statistics: Any) -> None:
-    report = trtllm_metrics.parse_load(as_json(statistics))
+    report = trtllm.parse_load(as_json(statistics))
     assert report is None or is_bounded(reported().check(report))
 
 

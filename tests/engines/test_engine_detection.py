@@ -12,10 +12,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from support.cpu_limit import cpu_limit
 from support.engine_scripts import vllm_metrics
 
-from warmroute.engines import sglang, vllm
-from warmroute.engines.engine_detection import detect_engine, engine_of_cards, metrics_paths, parse_load
-from warmroute.engines.load_report import mean, samples, total
-from warmroute.fleet.engine_rates import EngineCounters
+from warmroute.core.node import EngineCounters
+from warmroute.engines import detect_engine, engine_of_cards, metrics_paths, parse_load, sglang, vllm
+from warmroute.engines.prometheus_page import mean, samples, total
 
 SGLANG = b"""\
 # HELP sglang:num_running_reqs The number of running requests.

@@ -15,12 +15,12 @@ from support.engine_processes import FakeEngine, StartEngine
 from support.polling import until
 
 from warmroute.config import from_table
-from warmroute.demo.child_processes import free_port
+from warmroute.core.cache_view import CacheView
+from warmroute.core.fleet import Fleet
+from warmroute.core.node import Node
+from warmroute.core.node_cache import NodeCache
 from warmroute.engines.node_watcher import NodeWatcher
-from warmroute.fleet.fleet import Fleet
-from warmroute.fleet.node import Node
-from warmroute.index.cache_view import CacheView
-from warmroute.index.node_cache import NodeCache
+from warmroute.lab.demo.processes import free_port
 
 MODEL = "sim"
 

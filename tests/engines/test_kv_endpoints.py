@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 
 from warmroute.config import ConfigError, from_table
-from warmroute.engines.kv_endpoints import (
+from warmroute.core.reported_values import ReportedValues
+from warmroute.engines import ServedModels, parse_model_cards
+from warmroute.engines.kv_subscription import (
     KvEndpoint,
     configured_endpoints,
     parse_event_sources,
     parse_server_info,
     reachable_endpoint,
 )
-from warmroute.engines.served_models import ServedModels, parse_model_cards
-from warmroute.fleet.reported_values import ReportedValues
 
 RECORDED = Path(__file__).parents[1] / "fixtures" / "vllm-0.32"
 

@@ -7,18 +7,19 @@ from pathlib import Path
 import pytest
 from kv_event_factory import MODEL, RECORDED_PAYLOADS, hit, one_node, prompt, recorded, stored
 
-from warmroute.engines.kv_event_applier import Applied, KvEventApplier, tier_of
+from warmroute.core.cache_view import CacheView
+from warmroute.core.node_cache import NodeCache, Tier
 from warmroute.engines.kv_events import (
     AllBlocksCleared,
+    Applied,
     BlockRemoved,
     BlockStored,
     HashesStored,
+    KvEventApplier,
     decode_batch,
     salt_and_extra_keys,
+    tier_of,
 )
-from warmroute.index.cache_view import CacheView
-from warmroute.index.node_cache import NodeCache
-from warmroute.index.tiers import Tier
 
 
 def with_applier() -> tuple[CacheView, NodeCache, KvEventApplier]:

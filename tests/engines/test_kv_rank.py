@@ -8,9 +8,16 @@ from collections.abc import Callable
 import pytest
 from kv_event_factory import hit, one_node, payload, prompt, stored
 
-from warmroute.engines.kv_events import AllBlocksCleared, BlockRemoved, decode_batch, sent_time_s
-from warmroute.engines.kv_rank import REREAD_INTERVAL_S, NodeKvEvents, RankEvents
-from warmroute.index.node_cache import NodeCache
+from warmroute.core.node_cache import NodeCache
+from warmroute.engines.kv_events import (
+    REREAD_INTERVAL_S,
+    AllBlocksCleared,
+    BlockRemoved,
+    NodeKvEvents,
+    RankEvents,
+    decode_batch,
+    sent_time_s,
+)
 
 
 def rank_events(

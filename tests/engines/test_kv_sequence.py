@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from warmroute.engines.kv_sequence import EventSequence
+from warmroute.engines.kv_events import EventSequence
 
 
 class Engine:

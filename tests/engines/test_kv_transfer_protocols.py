@@ -9,11 +9,11 @@ import pytest
 
 from warmroute._kernel import outline_body
 from warmroute.config import Health, NodeConfig
+from warmroute.core.node import Node
 from warmroute.edge.splittable import may_split
-from warmroute.engines.kv_transfers import KV_TRANSFERS
-from warmroute.engines.trtllm_kv_transfer import MAX_IDS_BYTES
-from warmroute.fleet.node import Node
-from warmroute.prompt.body_splice import splice
+from warmroute.engines import KV_TRANSFERS
+from warmroute.engines.trtllm import MAX_IDS_BYTES
+from warmroute.prompt.request_body import splice
 
 CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "hi"}]

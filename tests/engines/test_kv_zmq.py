@@ -11,8 +11,8 @@ from contextlib import contextmanager
 import zmq
 from support.polling import until
 
-from warmroute.engines.kv_sequence import EventSequence
-from warmroute.engines.kv_zmq import KvSubscription, SliceScheduler
+from warmroute.engines.kv_events import EventSequence
+from warmroute.engines.kv_subscription import KvSubscription, SliceScheduler
 
 END = b"\xff" * 8
 

@@ -9,15 +9,12 @@ import pytest
 from kv_event_factory import hit, one_node, payload, prompt, stored
 
 from warmroute.config import Health, NodeConfig
-from warmroute.engines.kv_events import decode_batch, sent_time_s
-from warmroute.engines.kv_rank import NodeKvEvents, RankEvents
-from warmroute.engines.load_report import LoadReport
-from warmroute.engines.node_updates import apply_health_pass, apply_load_report
-from warmroute.fleet.engine_rates import EngineCounters
-from warmroute.fleet.fleet import Fleet
-from warmroute.fleet.health import HealthState
-from warmroute.fleet.node import Node
-from warmroute.index.node_cache import NodeCache
+from warmroute.core.fleet import Fleet
+from warmroute.core.health import HealthState
+from warmroute.core.node import EngineCounters, LoadReport, Node
+from warmroute.core.node_cache import NodeCache
+from warmroute.core.node_reports import apply_health_pass, apply_load_report
+from warmroute.engines.kv_events import NodeKvEvents, RankEvents, decode_batch, sent_time_s
 
 
 def a_node() -> Node:

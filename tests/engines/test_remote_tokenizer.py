@@ -18,7 +18,12 @@ from support.scripted_engine import ScriptedEngine
 from support.vllm_environment import vllm_python
 
 from warmroute.config import Health, NodeConfig
-from warmroute.engines.remote_tokenizer import (
+from warmroute.core.node import Node
+from warmroute.lab.engine.server import EngineServer, ServerConfig
+from warmroute.lab.engine.timing import PROFILE_NAMES, profile
+from warmroute.lab.engine.tokenizers import FakeTokenizer
+from warmroute.lab.engine.values import EngineConfig
+from warmroute.prompt.node_tokenizer import (
     CACHE_TTL_S,
     MAX_FAILURES,
     PAUSE_S,
@@ -26,11 +31,6 @@ from warmroute.engines.remote_tokenizer import (
     RemoteTokenizer,
     tokenize_request,
 )
-from warmroute.fake_engine.core import EngineConfig
-from warmroute.fake_engine.profiles import PROFILE_NAMES, profile
-from warmroute.fake_engine.server.engine_server import EngineServer, ServerConfig
-from warmroute.fake_engine.server.fake_tokenizer import FakeTokenizer
-from warmroute.fleet.node import Node
 from warmroute.prompt.tokenizer import pack_token_ids
 
 PROMPT_TESTS = Path(__file__).parent.parent / "prompt"

@@ -13,11 +13,10 @@ from support.polling import until
 from support.running_router import router
 from support.scripted_engine import ScriptedEngine, engines
 
+from warmroute.core.reported_values import ReportedValues
 from warmroute.engines import trtllm
-from warmroute.engines.kv_client import apply_polled
-from warmroute.engines.kv_events import BadPayload
-from warmroute.engines.kv_rank import NodeKvEvents
-from warmroute.fleet.reported_values import ReportedValues
+from warmroute.engines.kv_events import BadPayload, NodeKvEvents
+from warmroute.engines.kv_subscription import apply_polled
 
 SIZE = 32
 

@@ -12,9 +12,17 @@ from hypothesis import strategies as st
 from support.polling import until
 
 from warmroute.engines import zmtp
-from warmroute.engines.byte_budget import ByteBudget
-from warmroute.engines.zmtp import GREETING, MAX_MESSAGE_BYTES, ZmtpDecoder, ZmtpError, encode, ready_command
-from warmroute.engines.zmtp_connection import SUB, ZmtpConnection
+from warmroute.engines.kv_events import ByteBudget
+from warmroute.engines.zmtp import (
+    GREETING,
+    MAX_MESSAGE_BYTES,
+    SUB,
+    ZmtpConnection,
+    ZmtpDecoder,
+    ZmtpError,
+    encode,
+    ready_command,
+)
 
 HANDSHAKE = GREETING + ready_command(b"PUB")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from warmroute.fake_engine.core.block_content import mix64, namespace_offset
+from warmroute.lab.engine.blocks import mix64, namespace_offset
 
 
 class ChainContent:

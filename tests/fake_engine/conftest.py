@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from support.engine_processes import FakeEngine, StartEngine, Subscribe, Subscriber
 
-from warmroute.demo.child_processes import Children
+from warmroute.lab.demo.processes import Children
 
 sys.path.insert(0, str(Path(__file__).parent))
 

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
-from warmroute.fake_engine.core import EngineConfig, EngineRequest, Timing, TokenContent
+from warmroute.lab.engine.blocks import TokenContent
+from warmroute.lab.engine.timing import Timing
+from warmroute.lab.engine.values import EngineConfig, EngineRequest
 
 TIMING = Timing(
     m=2.3, a=1.1, b=0.07, d=1.3e-3, h=2.1e-4, e=1.9, f=0.013, e2=1.2, f2=0.17, g=3.1e-4, reload_us_per_token=7.0

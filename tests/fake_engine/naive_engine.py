@@ -8,19 +8,9 @@ from __future__ import annotations
 
 from step_durations import decode_ms
 
-from warmroute.fake_engine.core import (
-    AllBlocksCleared,
-    BlockRemoved,
-    BlockStored,
-    EngineConfig,
-    EngineOutput,
-    EngineRequest,
-    Finished,
-    FirstToken,
-    KvEvent,
-    KvEventSink,
-    Timing,
-)
+from warmroute.lab.engine.blocks import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent, KvEventSink
+from warmroute.lab.engine.timing import Timing
+from warmroute.lab.engine.values import EngineConfig, EngineOutput, EngineRequest, Finished, FirstToken
 
 
 class Block:

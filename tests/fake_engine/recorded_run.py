@@ -15,19 +15,12 @@ from typing import Any
 import msgspec
 from support.engine_invariants import check_engine
 
+from warmroute.core.node_cache import EngineHash
 from warmroute.engines.kv_events import BlockRemoved, BlockStored, Event, decode_batch
-from warmroute.fake_engine.core import (
-    EngineConfig,
-    EngineCore,
-    EngineRequest,
-    EventBatch,
-    Finished,
-    KvEvent,
-    TokenContent,
-    wire_events,
-)
-from warmroute.fake_engine.profiles import profile
-from warmroute.index.node_cache import EngineHash
+from warmroute.lab.engine.blocks import EventBatch, KvEvent, TokenContent, wire_events
+from warmroute.lab.engine.core import EngineCore
+from warmroute.lab.engine.timing import profile
+from warmroute.lab.engine.values import EngineConfig, EngineRequest, Finished
 
 RECORDED = Path(__file__).parents[1] / "real" / "recorded"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from warmroute.fake_engine.core import Timing
+from warmroute.lab.engine.timing import Timing
 
 
 def prefill_ms(timing: Timing, new_tokens: int, cached_tokens: int = 0) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from warmroute.fake_engine.core import TokenContent, TraceContent
+from warmroute.lab.engine.blocks import TokenContent, TraceContent
 
 
 def test_a_trace_block_of_512_is_32_engine_blocks_of_16() -> None:

@@ -6,23 +6,18 @@ import pytest
 from chain_content import ChainContent
 from support.engine_invariants import check_engine
 
-from warmroute.fake_engine.core import (
+from warmroute.lab.engine.blocks import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
-    EngineConfig,
-    EngineCore,
-    EngineOutput,
-    EngineRequest,
-    Finished,
-    FirstToken,
     KvEvent,
-    RequestTooLong,
-    Timing,
     TokenContent,
     seed64,
     wire_events,
 )
+from warmroute.lab.engine.core import EngineCore
+from warmroute.lab.engine.timing import Timing
+from warmroute.lab.engine.values import EngineConfig, EngineOutput, EngineRequest, Finished, FirstToken, RequestTooLong
 
 # A step with prefill takes 10 ms + 1 ms per token, a step that only decodes 5 ms.
 TIMING = Timing(

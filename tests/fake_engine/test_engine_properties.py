@@ -11,17 +11,16 @@ from hypothesis import strategies as st
 from naive_engine import NaiveEngine
 from support.engine_invariants import check_engine
 
-from warmroute.fake_engine.core import (
+from warmroute.lab.engine.blocks import KvEvent, wire_events
+from warmroute.lab.engine.core import EngineCore
+from warmroute.lab.engine.values import (
     EngineConfig,
-    EngineCore,
     EngineOutput,
     EngineRequest,
     Finished,
     FirstToken,
-    KvEvent,
     RequestTooLong,
     Token,
-    wire_events,
 )
 
 RELAXED = settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -12,9 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from warmroute.config import ConfigError
-from warmroute.fake_engine.server.fake_tokenizer import VOCABULARY, FakeTokenizer
-from warmroute.fake_engine.server.model_tokenizer import ModelTokenizer
-from warmroute.fake_engine.server.word_list import WORDS
+from warmroute.lab.engine.tokenizers import VOCABULARY, WORDS, FakeTokenizer, ModelTokenizer
 
 TOKENIZER = FakeTokenizer()
 texts = st.text(st.sampled_from("ab z9.,\n\t<|>é漢") | st.characters(), max_size=60) | st.sampled_from(

@@ -9,8 +9,8 @@ import pytest
 from support.engine_processes import BLOCK, StartEngine, Subscribe, replay_events
 from support.vllm_recordings import TOPIC, event_payload
 
-from warmroute.demo.child_processes import free_port
-from warmroute.fake_engine.core import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
+from warmroute.lab.demo.processes import free_port
+from warmroute.lab.engine.blocks import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
 
 
 def prompt(seed: int, blocks: int = 4) -> list[int]:

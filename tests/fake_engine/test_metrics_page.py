@@ -47,7 +47,7 @@ def test_counters_and_times_are_those_of_the_requests(start_engine: StartEngine)
 
 
 def test_the_router_reads_the_load_from_the_page(shared_engine: FakeEngine) -> None:
-    from warmroute.engines.engine_detection import detect_engine, parse_load
+    from warmroute.engines import detect_engine, parse_load
 
     _, page = shared_engine.request("/metrics")
     assert detect_engine(page.encode()) == "vllm"

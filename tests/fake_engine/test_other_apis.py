@@ -13,10 +13,10 @@ from support.engine_processes import BLOCK, FakeEngine
 from support.raw_client import Response, post
 from support.running_router import RunningRouter, router
 
-from warmroute.fake_engine.core import EngineConfig
-from warmroute.fake_engine.profiles import profile
-from warmroute.fake_engine.server.engine_server import EngineServer, ServerConfig
-from warmroute.fake_engine.server.fake_tokenizer import FakeTokenizer
+from warmroute.lab.engine.server import EngineServer, ServerConfig
+from warmroute.lab.engine.timing import profile
+from warmroute.lab.engine.tokenizers import FakeTokenizer
+from warmroute.lab.engine.values import EngineConfig
 
 LONG = "Tell me what a warm cache is. " * 40
 BAD = "invalid_request_error"

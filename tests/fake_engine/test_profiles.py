@@ -9,8 +9,7 @@ import msgspec
 import pytest
 from step_durations import decode_ms, prefill_ms
 
-from warmroute.fake_engine.core import Timing
-from warmroute.fake_engine.profiles import PROFILE_NAMES, Profile, profile
+from warmroute.lab.engine.timing import PROFILE_NAMES, Profile, Timing, profile
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 SHAPES = {"1.5b": "qwen2.5-1.5b", "8b": "llama-3.1-8b", "32b": "qwen3-32b"}

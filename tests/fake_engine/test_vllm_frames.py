@@ -9,19 +9,18 @@ import pytest
 from support.engine_invariants import check_engine
 from support.vllm_recordings import event_payload
 
-from warmroute.fake_engine.core import (
+from warmroute.lab.engine.blocks import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
-    EngineConfig,
-    EngineCore,
-    EngineRequest,
     EventBatch,
     KvEvent,
     TokenContent,
     wire_events,
 )
-from warmroute.fake_engine.profiles import profile
+from warmroute.lab.engine.core import EngineCore
+from warmroute.lab.engine.timing import profile
+from warmroute.lab.engine.values import EngineConfig, EngineRequest
 
 BATCHES = [
     "chat_first_prompt_5_blocks_int_hashes",

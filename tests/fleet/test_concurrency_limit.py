@@ -6,10 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from warmroute.config import Health, NodeConfig
-from warmroute.fleet.concurrency_limit import UNUSED_REPORTS, ConcurrencyLimit
-from warmroute.fleet.decode_speed import DecodeSpeed
-from warmroute.fleet.node import Node, Outcome
-from warmroute.fleet.ticket import Ticket
+from warmroute.core.messages import Outcome
+from warmroute.core.node import UNUSED_REPORTS, ConcurrencyLimit, Node, Ticket
+from warmroute.core.speeds import DecodeSpeed
 
 
 def test_waiting_requests_lower_the_limit_by_one_step_at_a_time() -> None:

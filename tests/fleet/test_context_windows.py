@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from warmroute.config import Health, NodeConfig
-from warmroute.fleet.context_windows import ContextWindows, windows_by_model
-from warmroute.fleet.fleet import Fleet
-from warmroute.fleet.node import Node
+from warmroute.core.context_windows import ContextWindows, windows_by_model
+from warmroute.core.fleet import Fleet
+from warmroute.core.node import Node
 
 
 def fleet_of(*windows: object) -> tuple[Fleet, list[Node]]:

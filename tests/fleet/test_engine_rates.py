@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from warmroute.fleet.engine_rates import MAX_QUEUE_MS, EngineCounters, EngineRates
+from warmroute.core.node import MAX_QUEUE_MS, EngineCounters, EngineRates
 
 POLL_S = 1.0
 

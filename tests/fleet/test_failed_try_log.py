@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from warmroute.fleet.failed_tries import LOG_INTERVAL_S, WHOLE, FailedTry, FailedTryLog
-from warmroute.fleet.node import Outcome
+from warmroute.core.failed_tries import LOG_INTERVAL_S, WHOLE, FailedTry, FailedTryLog
+from warmroute.core.messages import Outcome
 
 NODES = ["gpu-a", "gpu-b"]
 

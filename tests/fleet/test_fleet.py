@@ -10,12 +10,12 @@ from support.cpu_limit import cpu_limit
 
 from warmroute.config import Health as HealthConfig
 from warmroute.config import NodeConfig
-from warmroute.fleet.fleet import MAX_PAST_MODELS, Fleet, NameTaken, UnknownNode
-from warmroute.fleet.group import Group
-from warmroute.fleet.health import HealthState
-from warmroute.fleet.node import Node, Outcome
-from warmroute.fleet.node_speed import DEFAULT_MS_PER_TOKEN
-from warmroute.fleet.ticket import Ticket
+from warmroute.core.fleet import MAX_PAST_MODELS, Fleet, Group
+from warmroute.core.health import HealthState
+from warmroute.core.messages import Outcome
+from warmroute.core.node import Node, Ticket
+from warmroute.core.rejections import NameTaken, UnknownNode
+from warmroute.core.speeds import DEFAULT_MS_PER_TOKEN
 
 HEALTH = HealthConfig()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from warmroute.config import Health as HealthConfig
-from warmroute.fleet.health import Health, HealthState
+from warmroute.core.health import Health, HealthState
 
 CONFIG = HealthConfig(
     timeout_s=2,

@@ -7,13 +7,12 @@ from array import array
 import pytest
 
 from warmroute.config import Health, Index, IslandAffinity, IslandConfig, NodeConfig, Routing
-from warmroute.fleet.fleet import Fleet
-from warmroute.fleet.island_registry import WINDOW_S
-from warmroute.fleet.node import Node, Outcome
-from warmroute.index.cache_view import CacheView
-from warmroute.index.lookup import Lookup
-from warmroute.prompt.routing_request import RoutingRequest
-from warmroute.routing.router import Router
+from warmroute.core.cache_view import CacheView
+from warmroute.core.fleet import Fleet
+from warmroute.core.islands import WINDOW_S
+from warmroute.core.messages import Lookup, Outcome, RoutingRequest
+from warmroute.core.node import Node
+from warmroute.core.router import Router
 
 
 def fleet_of(

@@ -5,9 +5,9 @@ from __future__ import annotations
 from array import array
 
 from warmroute.config import Health, NodeConfig
+from warmroute.core.adapters import FleetAdapters, LoadedAdapters
+from warmroute.core.fleet import Fleet
 from warmroute.engines.vllm import parse_load
-from warmroute.fleet.fleet import Fleet
-from warmroute.fleet.lora_adapters import FleetAdapters, LoadedAdapters
 
 
 def test_the_least_recently_used_adapter_is_evicted() -> None:

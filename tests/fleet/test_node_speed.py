@@ -9,10 +9,9 @@ from accounting_reference import record_decode_factor, record_first_token, recor
 from hypothesis import given
 from hypothesis import strategies as st
 
-from warmroute.fleet.arrival_rate import ArrivalRate
-from warmroute.fleet.decode_speed import DEFAULT_BASE_MS, DecodeSpeed
-from warmroute.fleet.node_speed import DEFAULT_MS_PER_TOKEN, NodeSpeed
-from warmroute.fleet.prefill_work import work
+from warmroute.core.demand import ArrivalRate
+from warmroute.core.prefill_work import work
+from warmroute.core.speeds import DEFAULT_BASE_MS, DEFAULT_MS_PER_TOKEN, DecodeSpeed, NodeSpeed
 
 STEP_MS = 10.0
 

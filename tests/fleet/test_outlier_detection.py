@@ -9,11 +9,11 @@ import pytest
 
 from warmroute.config import Health as HealthConfig
 from warmroute.config import NodeConfig, OutlierDetection
-from warmroute.fleet.decode_speed import DecodeSpeed
-from warmroute.fleet.fleet import Fleet
-from warmroute.fleet.health import HealthState
-from warmroute.fleet.node import Node, Outcome
-from warmroute.fleet.ticket import Ticket
+from warmroute.core.fleet import Fleet
+from warmroute.core.health import HealthState
+from warmroute.core.messages import Outcome
+from warmroute.core.node import Node, Ticket
+from warmroute.core.speeds import DecodeSpeed
 
 OK, FAILED = Outcome.OK, Outcome.FAILED
 THREE_OF_FOUR = (FAILED, FAILED, FAILED, OK)

@@ -9,11 +9,11 @@ import pytest
 
 from warmroute._kernel import TicketState
 from warmroute.config import Health, NodeConfig
-from warmroute.fleet.decode_speed import DEFAULT_BASE_MS
-from warmroute.fleet.fleet import Fleet
-from warmroute.fleet.node import Node, Outcome
-from warmroute.fleet.node_speed import DEFAULT_MS_PER_TOKEN
-from warmroute.fleet.prefill_work import work
+from warmroute.core.fleet import Fleet
+from warmroute.core.messages import Outcome
+from warmroute.core.node import Node
+from warmroute.core.prefill_work import work
+from warmroute.core.speeds import DEFAULT_BASE_MS, DEFAULT_MS_PER_TOKEN
 
 SLOW_MS = 0.29  # an 8 B model in `transformers serve` on an H200
 STEP_MS = 40.0

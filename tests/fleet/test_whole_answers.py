@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from warmroute.fleet.whole_answers import WholeAnswers
+from warmroute.core.speeds import WholeAnswers
 
 
 def answers_of(ms_per_token: float, noise: float, *, output: float = 1.0, together: bool = False) -> WholeAnswers:

@@ -15,9 +15,8 @@ import huggingface_hub
 import pytest
 from support.fake_hub import COMMIT, FakeHub, fake_hub
 
-from warmroute.hugging_face import tokenizer_download
-from warmroute.hugging_face.environment import TokenizerUnavailable, cache_folders, is_hub_id, token
-from warmroute.hugging_face.locate_tokenizer import locate_tokenizer
+from warmroute.prompt import hub as tokenizer_download
+from warmroute.prompt.hub import TokenizerUnavailable, cache_folders, is_hub_id, locate_tokenizer, token
 
 SMALL_MODEL = Path(__file__).parents[1] / "prompt" / "small-model"
 HUB_ID = "org/small-1.5B"

@@ -5,11 +5,12 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
+from warmroute._kernel import Hit
 from warmroute.config import Index
-from warmroute.index.cache_view import CacheView, Hit
-from warmroute.index.lookup import Lookup
-from warmroute.index.node_cache import NodeCache
-from warmroute.index.prediction import Prediction
+from warmroute.core.cache_view import CacheView
+from warmroute.core.messages import Lookup
+from warmroute.core.node_cache import NodeCache
+from warmroute.core.prediction import Prediction
 
 MODEL = "m"
 SIZE = 16

@@ -6,7 +6,7 @@ import struct
 from collections.abc import Sequence
 
 from warmroute._kernel import Recency
-from warmroute.index.tiers import Tier
+from warmroute.core.node_cache import Tier
 
 UNKNOWN_PARENT = -1
 COUNT_MAX = {Tier.GPU: 16383, Tier.CPU: 15, Tier.DISK: 15, Tier.REMOTE: 15}

@@ -13,8 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from reference_index import ReferenceIndex, hash_blocks
 
 from warmroute._kernel import EVICTED_PARENT, UNKNOWN_PARENT, BlockIndex, Recency
-from warmroute.index.node_cache import EngineHash
-from warmroute.index.tiers import Tier
+from warmroute.core.node_cache import EngineHash, Tier
 
 BLOCK = 2
 tiers = st.sampled_from([Tier.GPU, Tier.GPU, Tier.GPU, *Tier])

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from warmroute._kernel import engine_hash, hash_blocks
-from warmroute.index.lookup import namespace_seed
+from warmroute.core.messages import namespace_seed
 
 tokens_lists = st.lists(st.integers(0, 2**32 - 1), max_size=80)
 extras = st.one_of(st.none(), st.binary(max_size=70))

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from warmroute._kernel import MIN_BUDGET_BYTES, UNKNOWN_PARENT, BlockIndex, hash_blocks
-from warmroute.index.tiers import Tier
+from warmroute.core.node_cache import Tier
 
 
 def test_a_block_stored_twice_must_be_removed_twice() -> None:

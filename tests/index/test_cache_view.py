@@ -19,10 +19,9 @@ from cache_fixtures import (
 )
 
 from warmroute.config import Index
-from warmroute.index.cache_view import CacheView
-from warmroute.index.node_cache import PENDING, ROUTED
-from warmroute.index.prefix_uses import FIRST_INTERVAL_S
-from warmroute.index.tiers import SAVED_SHARE, Tier
+from warmroute.core.cache_view import CacheView
+from warmroute.core.node_cache import PENDING, ROUTED, SAVED_SHARE, Tier
+from warmroute.core.reuse import FIRST_INTERVAL_S
 
 # Three sources.
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from warmroute._kernel import ACCURACY_HALF_LIFE_S, ACCURACY_PRIOR_TOKENS
-from warmroute.index.confidence import Accuracy, freshness
+from warmroute.core.node_cache import Accuracy, freshness
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,10 @@ import pytest
 
 from warmroute._kernel import BlockIndex
 from warmroute.config import ConfigError, Index, from_table
-from warmroute.engines.kv_event_applier import Applied, KvEventApplier
-from warmroute.engines.kv_events import BlockRemoved, BlockStored
-from warmroute.index.cache_view import CacheView
-from warmroute.index.lookup import Lookup
-from warmroute.index.node_cache import NodeCache
+from warmroute.core.cache_view import CacheView
+from warmroute.core.messages import Lookup
+from warmroute.core.node_cache import NodeCache
+from warmroute.engines.kv_events import Applied, BlockRemoved, BlockStored, KvEventApplier
 
 BLOCK = 16
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from warmroute._kernel import MIN_BUDGET_BYTES, BlockIndex, Recency
-from warmroute.index.tiers import Tier
+from warmroute.core.node_cache import Tier
 
 
 def test_eviction_at_the_budget_also_removes_blocks_from_the_recency_list() -> None:

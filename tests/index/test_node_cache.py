@@ -21,9 +21,8 @@ from cache_fixtures import (
     with_events,
 )
 
-from warmroute.index.cache_view import CacheView
-from warmroute.index.node_cache import ROUTED, NodeCache
-from warmroute.index.tiers import Tier
+from warmroute.core.cache_view import CacheView
+from warmroute.core.node_cache import ROUTED, NodeCache, Tier
 
 # Forgetting.
 

@@ -7,10 +7,10 @@ import random
 import pytest
 from cache_fixtures import SIZE, cache_of, cache_view_of, hit_tokens, prompt, report_stored, route, with_events
 
-from warmroute.index.cache_view import CacheView
-from warmroute.index.lookup import Lookup, SpecialPrompt
-from warmroute.index.node_cache import MAX_EVICTED_AT_ONCE
-from warmroute.index.prediction import Prediction
+from warmroute.core.cache_view import CacheView
+from warmroute.core.messages import Lookup, SpecialPrompt
+from warmroute.core.node_cache import MAX_EVICTED_AT_ONCE
+from warmroute.core.prediction import Prediction
 
 
 def prefilled(cache_view: CacheView, name: str, request: Lookup, now_s: float, cached: int | None = None) -> Prediction:

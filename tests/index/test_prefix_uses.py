@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from warmroute.index.prefix_uses import FIRST_INTERVAL_S, MAX_PREFIXES, PrefixUses
+from warmroute.core.reuse import FIRST_INTERVAL_S, MAX_PREFIXES, PrefixUses
 
 
 def test_a_prefix_that_was_never_used_has_no_interval() -> None:

@@ -7,8 +7,8 @@ from random import Random
 import pytest
 from cache_fixtures import prompt, tokens
 
-from warmroute.index.lookup import Lookup
-from warmroute.index.reuse import Reuse
+from warmroute.core.messages import Lookup
+from warmroute.core.reuse import Reuse
 
 
 def chain(*blocks: int) -> bytes:

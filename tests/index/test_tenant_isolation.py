@@ -23,9 +23,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from warmroute._kernel import BlockIndex
-from warmroute.index import tenant_isolation
-from warmroute.index.tenant_isolation import UNLIMITED, TenantIsolation
-from warmroute.index.tiers import Tier
+from warmroute.core import tenant_isolation
+from warmroute.core.node_cache import Tier
+from warmroute.core.tenant_isolation import UNLIMITED, TenantIsolation
 
 
 @pytest.mark.parametrize("events", [True, False])

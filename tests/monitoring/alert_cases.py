@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from warmroute.monitoring.alert_rules import Thresholds, alert_rules
+from warmroute.app.monitoring.alert_rules import Thresholds, alert_rules
 
 ROUTER = 'job="w",instance="r:1"'
 ROUTE = f'{ROUTER},model="m",route="chat"'

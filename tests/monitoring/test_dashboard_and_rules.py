@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import yaml  # type: ignore[import-untyped]
 
-from warmroute.cli.main import main
-from warmroute.monitoring.alert_rules import Thresholds, alert_rules
-from warmroute.monitoring.promql import check, read_names
-from warmroute.telemetry.metric_definitions import METRICS
-from warmroute.telemetry.traffic_metrics import WAIT_BUCKETS
+from warmroute.app.main import main
+from warmroute.app.metrics import METRICS
+from warmroute.app.metrics.page import WAIT_BUCKETS
+from warmroute.app.monitoring import check, read_names
+from warmroute.app.monitoring.alert_rules import Thresholds, alert_rules
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"

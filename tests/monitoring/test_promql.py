@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from warmroute.monitoring.promql import QueryError, Selector, check, read_names
-from warmroute.telemetry.metric_definitions import Metric
+from warmroute.app.metrics import Metric
+from warmroute.app.monitoring import QueryError, Selector, check, read_names
 
 EXPORTED = (
     Metric("requests_total", "counter", "", ("route", "status")),

@@ -23,8 +23,8 @@ from support.raw_client import chat, post
 from support.running_router import RunningRouter, router
 from support.scripted_engine import ScriptedEngine, engines
 
-from warmroute.edge.api_keys import hash_key
-from warmroute.monitoring.alert_rules import Thresholds, alert_rules
+from warmroute.app.monitoring.alert_rules import Thresholds, alert_rules
+from warmroute.edge.arrival import hash_key
 
 ROOT = Path(__file__).resolve().parents[2]
 RULES_FILE = ROOT / "deploy/prometheus/alerts.yaml"

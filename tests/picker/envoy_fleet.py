@@ -15,7 +15,7 @@ from typing import Any
 from envoy_process import any_port
 from support.engine_processes import FakeEngine
 
-from warmroute.demo.child_processes import Child, Children
+from warmroute.lab.demo.processes import Child, Children
 
 GAUGES = ("warmroute_node_requests_in_flight", "warmroute_requests_waiting", "warmroute_client_connections")
 WORDS = [f"word{number}" for number in range(500)]

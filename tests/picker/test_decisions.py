@@ -13,9 +13,9 @@ import pytest
 from support.picker import chat_body, headers_message, picker
 from support.scripted_engine import engines
 
-from warmroute.fleet.node import Node
-from warmroute.routing.attempts import Attempts
-from warmroute.routing.decision import Decision
+from warmroute.core.calls import Attempts
+from warmroute.core.decision import Decision
+from warmroute.core.node import Node
 
 KEY = "secret"
 KEYS = [{"sha256": hashlib.sha256(KEY.encode()).hexdigest(), "tenant": "t", "max_priority": "high"}]

@@ -12,7 +12,7 @@ from support.picker import RunningPicker, chat_body, picker
 from support.polling import until
 from support.scripted_engine import engines
 
-from warmroute.config.priority import HIGH, LOW, NORMAL
+from warmroute.config.routing import HIGH, LOW, NORMAL
 
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 

@@ -20,11 +20,11 @@ from support.picker import RunningPicker, chat_body, headers_message, picker
 from support.polling import until
 from support.scripted_engine import engines
 
-from warmroute.picker import ext_proc, http2, messages
-from warmroute.picker import http2_frames as frames
-from warmroute.picker.grpc_call import Call
-from warmroute.picker.server import PROCESS
-from warmroute.picker.stream import PickerStream
+from warmroute.edge.envoy import ext_proc, http2
+from warmroute.edge.envoy import http2 as frames
+from warmroute.edge.envoy.grpc import Call
+from warmroute.edge.envoy.server import PROCESS
+from warmroute.edge.envoy.stream import PickerStream
 
 FIELDS = [
     (":method", "POST"), (":scheme", "http"), (":path", PROCESS), (":authority", "picker"),
@@ -170,7 +170,7 @@ async def test_a_request_in_single_bytes_is_understood() -> None:
         while not read_messages(c.data.get(number, b"")):
             assert await c.step()
         [first, *_] = read_messages(c.data[number])
-        assert messages.DESTINATION in first.dynamic_metadata["envoy.lb"]
+        assert ext_proc.DESTINATION in first.dynamic_metadata["envoy.lb"]
 
 
 async def test_a_bad_call_gets_a_status_and_the_connection_stays() -> None:

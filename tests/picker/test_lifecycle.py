@@ -19,7 +19,7 @@ from support.scripted_engine import engines
 from support.serve_process import serve
 
 from warmroute.config import ConfigError, from_table
-from warmroute.picker import ext_proc, messages
+from warmroute.edge.envoy import ext_proc
 
 CONTENT = b'data: {"choices":[{"delta":{"content":"hi"}}]}\n\n'
 
@@ -35,8 +35,8 @@ def _mapped_files(pid: int) -> str:
 
 def test_nothing_imports_grpc_until_the_picker_runs() -> None:
     code = (
-        "import sys, warmroute.cli.main as m; m.create_parser(); import warmroute.service;"
-        "print(sorted(n for n in sys.modules if n.split('.')[0] in ('grpc', 'google') or 'warmroute.picker' in n))"
+        "import sys, warmroute.app.main as m; m.create_parser(); import warmroute.app.service;"
+        "print(sorted(n for n in sys.modules if n.split('.')[0] in ('grpc', 'google') or 'warmroute.edge.envoy' in n))"
     )
     assert _imports(code) == "[]"
 
@@ -51,7 +51,7 @@ async def test_a_proxy_that_serves_has_loaded_neither_grpc_nor_protobuf() -> Non
 
 def test_the_picker_and_tracing_work_in_one_process() -> None:
     code = (
-        "import warmroute.picker.server, opentelemetry.exporter.otlp.proto.http.trace_exporter as t;"
+        "import warmroute.edge.envoy.server, opentelemetry.exporter.otlp.proto.http.trace_exporter as t;"
         "from opentelemetry.proto.trace.v1.trace_pb2 import Span; print(Span(name='x').name)"
     )
     assert _imports(code) == "x"
@@ -60,7 +60,7 @@ def test_the_picker_and_tracing_work_in_one_process() -> None:
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     code = (
         "import sys; sys.modules['hpack'] = None; sys.argv = ['warmroute', 'picker', '--port', '0'];"
-        "import warmroute.cli.main as m; sys.exit(m.main())"
+        "import warmroute.app.main as m; sys.exit(m.main())"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2 and "its extra 'picker'" in done.stderr
@@ -211,7 +211,7 @@ async def test_the_command_serves_reloads_on_sighup_and_drains_on_sigterm(tmp_pa
 
         write(1)
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "warmroute.cli.main", "picker", "--config", str(config),
+            sys.executable, "-m", "warmroute.app.main", "picker", "--config", str(config),
             stderr=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.DEVNULL,
         )  # fmt: skip
         lines: list[str] = []
@@ -227,7 +227,7 @@ async def test_the_command_serves_reloads_on_sighup_and_drains_on_sigterm(tmp_pa
             address = next(line for line in lines if "service_started" in line).partition("grpc://")[2].split()[0]
 
             async def endpoints() -> int:
-                process_call = channel.stream_stream(f"/{messages.SERVICE}/Process")()
+                process_call = channel.stream_stream(f"/{ext_proc.SERVICE}/Process")()
                 head = _head(ext_proc.FULL_DUPLEX_STREAMED)
                 head.request_headers.headers.headers[1].raw_value = b"/v1/chat/completions"
                 await process_call.write(head.SerializeToString())
@@ -235,7 +235,7 @@ async def test_the_command_serves_reloads_on_sighup_and_drains_on_sigterm(tmp_pa
                 await process_call.write(ext_proc.ProcessingRequest(request_body=http).SerializeToString())
                 answer = ext_proc.ProcessingResponse.FromString(await process_call.read())
                 process_call.cancel()
-                return len(answer.dynamic_metadata["envoy.lb"][messages.DESTINATION].split(","))
+                return len(answer.dynamic_metadata["envoy.lb"][ext_proc.DESTINATION].split(","))
 
             async with grpc.aio.insecure_channel(address) as channel:
                 assert await endpoints() == 1

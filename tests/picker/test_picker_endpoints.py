@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from warmroute.config import Health, NodeConfig
-from warmroute.fleet.fleet import Fleet
-from warmroute.fleet.node import Node
-from warmroute.picker.endpoints import Endpoints
+from warmroute.core.fleet import Fleet
+from warmroute.core.node import Node
+from warmroute.edge.envoy.server import Endpoints
 
 
 class CountingEndpoints(Endpoints):
@@ -76,7 +76,7 @@ async def test_a_name_with_a_new_address_counts_at_once(monkeypatch: pytest.Monk
     assert endpoints.names_at(["10.0.0.1:8000"]) == frozenset()
     for resolver.address in ("10.0.0.1", "10.0.0.2"):
         with monkeypatch.context() as patched:
-            patched.setattr("warmroute.picker.endpoints.asyncio.get_running_loop", lambda: resolver)
+            patched.setattr("warmroute.edge.envoy.server.asyncio.get_running_loop", lambda: resolver)
             assert await endpoints._resolve("node.test")
         assert endpoints.names_at([f"{resolver.address}:8000"]) == {"n0"}
     assert endpoints.node_at("10.0.0.1:8000") is None

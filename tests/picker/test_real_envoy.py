@@ -17,7 +17,7 @@ from envoy_fleet import Load, PickerProcess, fast_engines, port_of, request_body
 from envoy_process import ROOT, Envoy, running_envoy
 from support.engine_processes import FakeEngine
 
-from warmroute.demo.child_processes import Children
+from warmroute.lab.demo.processes import Children
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
 

@@ -10,9 +10,9 @@ from gated_engine import PRICE
 from support.picker import RunningPicker, chat_body, headers_message, picker
 from support.scripted_engine import engines
 
-from warmroute.edge.api_keys import hash_key
-from warmroute.fleet.node import Outcome
-from warmroute.picker import ext_proc, messages
+from warmroute.core.messages import Outcome
+from warmroute.edge.arrival import hash_key
+from warmroute.edge.envoy import ext_proc
 
 TEXT = "some words of a prompt " * 200
 ID = "my-own-id"
@@ -27,7 +27,7 @@ async def _mutation(
     await envoy.send_request(chat_body(TEXT), **headers)
     endpoints = (await envoy.decision()).endpoints
     message = headers_message("response_headers", fields or FROM_NODE, end=True)
-    message.metadata_context.filter_metadata["envoy.lb"][messages.SERVED] = endpoints[fallback]
+    message.metadata_context.filter_metadata["envoy.lb"][ext_proc.SERVED] = endpoints[fallback]
     await envoy.call.write(message)
     mutation = (await envoy.read()).response_headers.response.header_mutation
     await envoy.finish()
@@ -93,5 +93,5 @@ def test_the_bytes_are_those_of_protobuf(size: int) -> None:
     )
     mutation = ext_proc.HeaderMutation(set_headers=[option, option], remove_headers=remove)
     common = ext_proc.CommonResponse(header_mutation=mutation)
-    expected = messages.Response(response_headers=ext_proc.HeadersResponse(response=common)).SerializeToString()
-    assert messages.response_headers([(b"X-Request-Id", value)] * 2, remove) == expected
+    expected = ext_proc.Response(response_headers=ext_proc.HeadersResponse(response=common)).SerializeToString()
+    assert ext_proc.response_headers([(b"X-Request-Id", value)] * 2, remove) == expected

@@ -13,11 +13,10 @@ from support.picker import FakeEnvoy, RunningPicker, chat_body, headers_message,
 from support.polling import until
 from support.scripted_engine import engines
 
-from warmroute.fleet.health import HealthState
-from warmroute.fleet.node import Outcome
-from warmroute.fleet.outlier_detection import counts_of
-from warmroute.picker import ext_proc
-from warmroute.routing.dispatch import Dispatch
+from warmroute.core.health import HealthState, counts_of
+from warmroute.core.messages import Outcome
+from warmroute.core.tickets import Dispatch
+from warmroute.edge.envoy import ext_proc
 
 ROLE = b'data: {"choices":[{"delta":{"role":"assistant"}}]}\n\n'
 TOKEN = b'data: {"choices":[{"delta":{"content":"hi"}}]}\n\n'

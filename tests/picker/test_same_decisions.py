@@ -25,7 +25,7 @@ from support.raw_client import RawConnection, post
 from support.running_router import RunningRouter, router
 from support.scripted_engine import ReceivedRequest, ScriptedEngine, engines
 
-from warmroute.service import Service
+from warmroute.app.service import Service
 
 NODES = 3
 QUIET: dict[str, Any] = {
@@ -238,9 +238,9 @@ async def picker_side(mode: str, responses: str) -> AsyncIterator[Side]:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     found = Clock()
-    monkeypatch.setattr("warmroute.service.service.time", SimpleNamespace(monotonic=found, time=time.time))
+    monkeypatch.setattr("warmroute.app.service.time", SimpleNamespace(monotonic=found, time=time.time))
     periodic = SimpleNamespace(monotonic=found, thread_time=time.thread_time)
-    monkeypatch.setattr("warmroute.service.periodic_tasks.time", periodic)
+    monkeypatch.setattr("warmroute.app.process.time", periodic)
     return found
 
 

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from warmroute.prompt import chat_tokenizer, tokenizer_loader
+from warmroute.prompt import chat_tokenizer, registry
 from warmroute.prompt.chat_template import ChatTemplate
 from warmroute.prompt.prompt_tokenizer import PromptTokenizer
-from warmroute.prompt.tail_check import TailCheck
+from warmroute.prompt.tail_rendering import TailCheck
 from warmroute.prompt.tokenizer import Tokenizer, load_tokenizer
 
 HERE = Path(__file__).parent
@@ -87,7 +87,7 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         paths.append(str(path))
         return load_tokenizer(path)
 
-    monkeypatch.setattr(tokenizer_loader, "load_tokenizer", load)
+    monkeypatch.setattr(registry, "load_tokenizer", load)
     return paths
 
 

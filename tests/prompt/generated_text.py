@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from random import Random
 
-from warmroute.fake_engine.server.word_list import WORDS
+from warmroute.lab.engine.tokenizers import WORDS
 
 SYLLABLE_TEXT = "ba ce di fo gu ha je ki lo mu na pe qui ro su ta ve wi xo yu za ster ing tion ment ness able pre con"
 SYLLABLES = SYLLABLE_TEXT.split()

@@ -14,7 +14,7 @@ from sample_requests import user
 from support.polling import until
 
 from warmroute.config import ModelConfig, Prompts
-from warmroute.prompt.tokenizer_registry import TokenizerRegistry
+from warmroute.prompt.registry import TokenizerRegistry
 
 CHAT = b"/v1/chat/completions"
 HI = json.dumps({"messages": [user("hi")]}).encode()

@@ -25,8 +25,8 @@ from prompt_data import agent_chats, public_chats, small_chats
 from reference_body import Fields, Rejected
 
 from warmroute._kernel import KEY_CHARACTERS, BadBody, scan_body
-from warmroute.prompt.body_fields import read_json
-from warmroute.prompt.routing_request import RoutingRequest
+from warmroute.core.messages import RoutingRequest
+from warmroute.prompt.request_body import read_json
 
 
 def scanned_fields(body: bytes) -> Fields | None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from warmroute._kernel import outline_body
-from warmroute.prompt.body_splice import splice
+from warmroute.prompt.request_body import splice
 
 NAMES = st.sampled_from(["model", "stream", "max_tokens", "n", "kv_transfer_params", "stream_options", "x", "é", "a b"])
 VALUES = st.recursive(st.none() | st.booleans() | st.integers(-9, 99) | st.text(max_size=5), st.lists, max_leaves=4)

@@ -12,11 +12,8 @@ import pytest
 from registry_harness import Clock, card, has_tokenizer, loading_done
 
 from warmroute.config import ModelConfig, Prompts, from_table
-from warmroute.hugging_face.environment import TokenizerUnavailable
-from warmroute.hugging_face.locate_tokenizer import HubSource
-from warmroute.prompt.hub_tokenizers import MAX_NAMES, MAX_SEARCHES, RETRY_S
-from warmroute.prompt.tokenizer_registry import TokenizerRegistry
-from warmroute.prompt.tokenizer_status import models_table
+from warmroute.prompt.hub import MAX_NAMES, MAX_SEARCHES, RETRY_S, HubSource, TokenizerUnavailable
+from warmroute.prompt.registry import TokenizerRegistry, models_table
 
 HUB_ID = "Qwen/Qwen3-8B"
 

@@ -9,13 +9,13 @@ import pytest
 from prompt_data import MakePromptTokenizer
 
 from warmroute._kernel import outline_body
-from warmroute.prompt import tail_check
+from warmroute.prompt import tail_rendering
 from warmroute.prompt.plain_chats import MAX_BODY_BYTES
 from warmroute.prompt.prompt_tokenizer import MAX_MESSAGES, PromptTokenizer
 
 CHAT = b"/v1/chat/completions"
 LOOP_MS = 1.0
-"""A job that is estimated at more runs in a thread (edge/prompt_reader.py)."""
+"""A job that is estimated at more runs in a thread (prompt/reader.py)."""
 
 
 @pytest.fixture(scope="module")
@@ -79,15 +79,15 @@ def test_the_check_of_a_long_conversation_reads_it_a_limited_number_of_times(
     """No prefix can end in a conversation of users only: the check looks for one from its end."""
     assert prompt_tokenizer.chats is not None
     calls = []
-    original = tail_check._Conversation.differs_at
+    original = tail_rendering._Conversation.differs_at
 
     def counted(*given: Any) -> bool | None:
         calls.append(given)
         return original(*given)
 
-    monkeypatch.setattr(tail_check._Conversation, "differs_at", counted)
+    monkeypatch.setattr(tail_rendering._Conversation, "differs_at", counted)
     context = prompt_tokenizer.chats.cached_context(outline_body(chat()).chat_context())
     assert context is not None and context.tail_renderer is not None
     messages = [{"role": "user", "content": "x"}] * 2000
-    assert not tail_check.differs_at_last_cut(context.context, context.tail_renderer, messages)
+    assert not tail_rendering.differs_at_last_cut(context.context, context.tail_renderer, messages)
     assert 0 < len(calls) <= 64

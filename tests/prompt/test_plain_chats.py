@@ -16,11 +16,10 @@ from sample_requests import BARE_TOOL, TOOL, assistant, system, tool, user
 
 from warmroute._kernel import MessageTokens, outline_body
 from warmroute.prompt.chat_template import ChatTemplate
-from warmroute.prompt.layout_check import LayoutCheck
+from warmroute.prompt.plain_chats import LayoutCheck
 from warmroute.prompt.prompt import Prompt
 from warmroute.prompt.prompt_tokenizer import PromptTokenizer
-from warmroute.prompt.render_context import RenderContext
-from warmroute.prompt.template_messages import UnsupportedRequest, template_message
+from warmroute.prompt.template_messages import RenderContext, UnsupportedRequest, template_message
 
 CHAT = b"/v1/chat/completions"
 PLAIN = ["thinking", "parts", "dated", "far_switch", "far_tools", "deepseek"]

@@ -10,9 +10,7 @@ from prompt_data import MakePromptTokenizer, token_ids
 from sample_requests import user
 
 from warmroute._kernel import outline_body
-from warmroute.prompt.prompt import Prompt
-from warmroute.prompt.prompt_length import longest_prompt
-from warmroute.prompt.prompt_lists import MAX_PROMPTS
+from warmroute.prompt.prompt import MAX_PROMPTS, Prompt, longest_prompt
 from warmroute.prompt.prompt_tokenizer import PromptTokenizer
 from warmroute.prompt.request_body import text_prompt
 

@@ -13,7 +13,7 @@ from prompt_data import MakePromptTokenizer, token_ids
 from sample_requests import TOOL, assistant, system, text, user
 
 from warmroute.prompt.prompt_tokenizer import PromptTokenizer
-from warmroute.prompt.render_context import EngineOptions
+from warmroute.prompt.template_messages import EngineOptions
 from warmroute.prompt.tokenizer import Tokenizer
 
 CHAT, COMPLETIONS = b"/v1/chat/completions", b"/v1/completions"

@@ -7,11 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from prompt_data import template_text
 
-from warmroute.prompt import tail_check
+from warmroute.prompt import tail_rendering
 from warmroute.prompt.chat_template import ChatTemplate
-from warmroute.prompt.layout_check import LayoutCheck
-from warmroute.prompt.render_context import RenderContext
-from warmroute.prompt.tail_check import TailCheck
+from warmroute.prompt.plain_chats import LayoutCheck
+from warmroute.prompt.tail_rendering import TailCheck
+from warmroute.prompt.template_messages import RenderContext
 
 TOKENS = {"bos_token": "<|bos|>", "eos_token": "<|end|>"}
 
@@ -80,7 +80,7 @@ def test_a_template_that_searches_for_very_many_strings_is_not_checked() -> None
 
 
 def test_a_check_that_takes_too_long_ends_and_the_template_is_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tail_check, "MAX_CHECK_S", -1.0)
+    monkeypatch.setattr(tail_rendering, "MAX_CHECK_S", -1.0)
     assert is_used(MESSAGES + PROMPT) == (False, False)
 
 

@@ -14,7 +14,7 @@ from sample_requests import assistant, user
 from warmroute.config import ModelConfig
 from warmroute.prompt import template_limits
 from warmroute.prompt.chat_template import ChatTemplate, TemplateRejected
-from warmroute.prompt.tail_check import TailCheck
+from warmroute.prompt.tail_rendering import TailCheck
 
 LOOP = "{% for i in range(99999) %}"
 EXPENSIVE = {

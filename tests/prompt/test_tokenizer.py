@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from warmroute.prompt.tokenizer import Tokenizer, load_tokenizer, pack_token_ids
-from warmroute.prompt.tokenizer_json import read_tokenizer_files
+from warmroute.prompt.tokenizer import Tokenizer, load_tokenizer, pack_token_ids, read_tokenizer_files
 
 HERE = Path(__file__).parent
 SPECIAL = ["<|end|>", "<|start|>", "<think>", "</think>", "<|bos|>"]

@@ -16,8 +16,7 @@ from registry_harness import CHAT, HI, Clock, card, has_tokenizer, loading_done,
 from sample_requests import user
 
 from warmroute.config import ModelConfig, Prompts
-from warmroute.prompt.model_cards import read_model_cards
-from warmroute.prompt.tokenizer_registry import RETRY_S
+from warmroute.prompt.registry import RETRY_S, read_model_cards
 
 
 async def test_a_path_that_several_nodes_name_is_loaded_once(thinking_folder: Path, loads: list[str]) -> None:

@@ -16,9 +16,10 @@ from registry_harness import CHAT, HI, card, has_tokenizer, loading_done, new_re
 from sample_requests import TOOL, assistant, user
 
 from warmroute.config import ConfigError, ModelConfig, Prompts, from_table
-from warmroute.prompt import prompt_tokenizer, tokenizer_loader
+from warmroute.prompt import prompt_tokenizer
+from warmroute.prompt import registry as tokenizer_loader
 from warmroute.prompt.prompt_tokenizer import PromptTokenizer
-from warmroute.prompt.render_context import EngineOptions
+from warmroute.prompt.template_messages import EngineOptions
 from warmroute.prompt.tokenizer import load_tokenizer
 
 # ---- The configuration ----

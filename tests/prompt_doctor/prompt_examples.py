@@ -7,9 +7,8 @@ import uuid
 from random import Random
 from typing import Any
 
-from warmroute.prompt_doctor.compare_prompts import Comparison, compare_prompts
-from warmroute.prompt_doctor.masked_prompt import MaskedPrompt
-from warmroute.prompt_doctor.prompt_parts import read_parts
+from warmroute.app.prompt_doctor.findings import Comparison, compare_prompts
+from warmroute.app.prompt_doctor.samples import MaskedPrompt, read_parts
 
 CHAT = b"/v1/chat/completions"
 SYSTEM = "You are the assistant of a shop.\n" + "\n".join(

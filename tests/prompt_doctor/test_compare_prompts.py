@@ -8,8 +8,7 @@ from random import Random
 import pytest
 from prompt_examples import SYSTEM, TOOLS, Examples, compared, masked
 
-from warmroute.prompt_doctor.masked_prompt import common_prefix
-from warmroute.prompt_doctor.volatile_text import hide, volatile_spans
+from warmroute.app.prompt_doctor.samples import common_prefix, hide, volatile_spans
 
 COUNT = 24
 

@@ -12,13 +12,12 @@ from typing import Any
 import pytest
 from prompt_examples import CHAT, SYSTEM, Examples
 
-from warmroute.fleet.prefill_work import work
-from warmroute.prompt.routing_request import RoutingRequest
-from warmroute.prompt_doctor import prompt_samples
-from warmroute.prompt_doctor.prompt_doctor import MAX_BYTES, PromptDoctor
-from warmroute.prompt_doctor.prompt_samples import MAX_PENDING, MAX_RECENT, SAMPLE_S, PromptSamples
-from warmroute.routing.attempts import Attempts
-from warmroute.routing.sampled_prompt import SampledPrompt
+from warmroute.app.prompt_doctor import MAX_BYTES, PromptDoctor
+from warmroute.app.prompt_doctor import samples as prompt_samples
+from warmroute.app.prompt_doctor.samples import MAX_PENDING, MAX_RECENT, SAMPLE_S, PromptSamples
+from warmroute.core.calls import Attempts, SampledPrompt
+from warmroute.core.messages import RoutingRequest
+from warmroute.core.prefill_work import work
 
 MS = 0.2
 

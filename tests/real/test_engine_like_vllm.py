@@ -38,7 +38,7 @@ from recorded_run import (
 )
 
 from warmroute.engines.kv_events import decode_batch
-from warmroute.fake_engine.core import EngineConfig
+from warmroute.lab.engine.values import EngineConfig
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 VOCABULARY = range(100, 356)  # few enough that a recording stays small, and none is special

@@ -23,10 +23,10 @@ from real_engine import RealEngine
 from support import raw_client, running_router
 from support.polling import until
 
-from warmroute.index.cache_view import CacheView
-from warmroute.index.lookup import Lookup
-from warmroute.index.node_cache import NodeCache
-from warmroute.index.prediction import Prediction
+from warmroute.core.cache_view import CacheView
+from warmroute.core.messages import Lookup
+from warmroute.core.node_cache import NodeCache
+from warmroute.core.prediction import Prediction
 from warmroute.prompt.tokenizer import pack_token_ids
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]

@@ -15,7 +15,7 @@ from real_engine import RealEngine, make_tiny_model, running
 from support import running_router
 from support.polling import until
 
-from warmroute.fleet.node import Node
+from warmroute.core.node import Node
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 SMALL, LONG = 256, 1024

@@ -20,7 +20,7 @@ import pytest
 from envoy_process import running_envoy
 from real_engine import RealEngine, make_tiny_model, running
 
-from warmroute.demo.child_processes import Children
+from warmroute.lab.demo.processes import Children
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "picker"))
 from envoy_fleet import PickerProcess

@@ -22,13 +22,13 @@ from real_engine import RealEngine
 from support import raw_client, running_router
 
 from warmroute.config import from_table
-from warmroute.fake_engine.core.block_content import mix64
-from warmroute.fake_engine.profiles import profile
-from warmroute.replay.simulation.conditions import Conditions, Island, NodeSpec
-from warmroute.replay.simulation.world import World
-from warmroute.replay.summary import summary
-from warmroute.replay.workloads.catalog import parse_workload
-from warmroute.replay.workloads.workload_prompt import WorkloadPrompt
+from warmroute.lab.engine.blocks import mix64
+from warmroute.lab.engine.timing import profile
+from warmroute.lab.simulated_node import Conditions, Island, NodeSpec
+from warmroute.lab.summary import summary
+from warmroute.lab.workloads import parse_workload
+from warmroute.lab.workloads.workload_prompt import WorkloadPrompt
+from warmroute.lab.world import World
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 BLOCKS = 64

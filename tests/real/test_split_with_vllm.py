@@ -21,7 +21,7 @@ from support.polling import until
 from support.raw_client import Response, post
 from support.running_router import RunningRouter, router
 
-from warmroute.engines.vllm_kv_transfer import VllmKvTransfer
+from warmroute.engines.vllm import VllmKvTransfer
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
 AUTO_TOOLS = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]

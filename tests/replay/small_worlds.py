@@ -6,13 +6,11 @@ from collections.abc import Sequence
 
 from support.engine_invariants import check_engine
 
-from warmroute.fake_engine.core.step_timing import Timing
-from warmroute.fake_engine.profiles import Profile
-from warmroute.fleet.node import Node
-from warmroute.replay.simulation.conditions import Conditions, Island, NodeSpec
-from warmroute.replay.simulation.world import World
-from warmroute.replay.workloads.prompt_text import KEY_TOKENS
-from warmroute.replay.workloads.workload_prompt import Segments, WorkloadPrompt, segment_id
+from warmroute.core.node import Node
+from warmroute.lab.engine.timing import Profile, Timing
+from warmroute.lab.simulated_node import Conditions, Island, NodeSpec
+from warmroute.lab.workloads.workload_prompt import KEY_TOKENS, Segments, WorkloadPrompt, segment_id
+from warmroute.lab.world import World
 
 # A prefill takes 1 ms per token, a decode step 10 ms, so that times can be computed by hand.
 PLAIN = Profile(

@@ -10,9 +10,9 @@ import pytest
 from small_worlds import PLAIN, assert_all_requests_ended
 
 from warmroute.config import Config, from_table
-from warmroute.replay.simulation.conditions import Conditions, NodeSpec
-from warmroute.replay.simulation.world import World
-from warmroute.replay.workloads.workload_prompt import Segments, WorkloadPrompt, segment_id
+from warmroute.lab.simulated_node import Conditions, NodeSpec
+from warmroute.lab.workloads.workload_prompt import Segments, WorkloadPrompt, segment_id
+from warmroute.lab.world import World
 
 ADAPTERS = tuple(f"adapter-{number}" for number in range(9))
 

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from warmroute.cli.main import main
-from warmroute.fake_engine.profiles import profile
-from warmroute.replay import Setup, parse_policy, replay
-from warmroute.replay.measured import measure
-from warmroute.replay.simulation.conditions import NodeSpec
-from warmroute.replay.workloads.catalog import Trace
-from warmroute.replay.workloads.trace import BadTrace, mean_rate, prompts
-from warmroute.replay.workloads.trace_files import TraceFiles
+from warmroute.app.main import main
+from warmroute.lab.engine.timing import profile
+from warmroute.lab.replay_setup import parse_policy
+from warmroute.lab.run import Setup, replay
+from warmroute.lab.simulated_node import NodeSpec
+from warmroute.lab.summary import measure
+from warmroute.lab.workloads import Trace
+from warmroute.lab.workloads.trace import BadTrace, TraceFiles, mean_rate, prompts
 
 ROW = {"input_length": 40, "output_length": 5, "hash_ids": [1, 2], "block_size": 16, "model": "m"}
 

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 from small_worlds import NEAR, assert_all_requests_ended, prompt, specs
 
-from warmroute.capture.trace_row import TraceRow
-from warmroute.replay import Setup, parse_policy, replay
-from warmroute.replay.simulation.world import World
-from warmroute.replay.workloads.catalog import parse_workload
-from warmroute.replay.workloads.trace_turns import ANSWER_MS_PER_TOKEN, TraceTurns
-from warmroute.replay.workloads.workload_prompt import WorkloadPrompt
+from warmroute.core.trace_row import TraceRow
+from warmroute.lab.replay_setup import parse_policy
+from warmroute.lab.run import Setup, replay
+from warmroute.lab.workloads import parse_workload
+from warmroute.lab.workloads.trace import ANSWER_MS_PER_TOKEN, TraceTurns
+from warmroute.lab.workloads.workload_prompt import WorkloadPrompt
+from warmroute.lab.world import World
 
 SYSTEM = [1, 2]
 

@@ -11,15 +11,15 @@ import msgspec
 import pytest
 
 from warmroute.config import from_table
-from warmroute.fake_engine.core.engine_request import EngineRequest
-from warmroute.fake_engine.profiles import profile
-from warmroute.fleet.engine_rates import EngineCounters
-from warmroute.replay.simulation import polls
-from warmroute.replay.simulation.conditions import Conditions, NodeSpec
-from warmroute.replay.simulation.world import World
-from warmroute.replay.workloads.arrivals import poisson
-from warmroute.replay.workloads.generators import SharedSystemPrompts
-from warmroute.replay.workloads.workload_prompt import Segments, WorkloadPrompt, segment_id
+from warmroute.core.node import EngineCounters
+from warmroute.lab import simulated_router
+from warmroute.lab.engine.timing import profile
+from warmroute.lab.engine.values import EngineRequest
+from warmroute.lab.simulated_node import Conditions, NodeSpec
+from warmroute.lab.workloads import poisson
+from warmroute.lab.workloads.generators import SharedSystemPrompts
+from warmroute.lab.workloads.workload_prompt import Segments, WorkloadPrompt, segment_id
+from warmroute.lab.world import World
 
 SMALL = msgspec.structs.replace(profile("l4-1.5b"), max_num_seqs=8)
 REQUESTS = SharedSystemPrompts(prompts=40, system_tokens=500, question_tokens=500, output_tokens=60)
@@ -60,7 +60,7 @@ def test_the_queue_time_that_an_engine_reports_keeps_requests_out_of_its_queue(m
         return sum(ttft_ms > 2000.0 for world in worlds for ttft_ms in world.results.ttft_ms)
 
     reported = [run(8.0, fill, seed) for seed in range(1, 9)]
-    monkeypatch.setattr(polls, "_counters", lambda _stats: EngineCounters())
+    monkeypatch.setattr(simulated_router, "_counters", lambda _stats: EngineCounters())
     unreported = [run(8.0, fill, seed) for seed in range(1, 9)]
     assert slow_ones(unreported) > 1.1 * slow_ones(reported)
     assert reported[0].nodes["a"].node.rates.queue_time_ms is not None

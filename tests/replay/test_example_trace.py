@@ -9,7 +9,7 @@ from pathlib import Path
 import make_trace
 import pytest
 
-from warmroute.cli.main import main
+from warmroute.app.main import main
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TRACE = EXAMPLES / "trace.jsonl.gz"

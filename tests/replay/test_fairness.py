@@ -12,11 +12,11 @@ from fairness import FairnessWorld, run_flood, run_priorities
 from small_worlds import NEAR, assert_all_requests_ended, prompt, specs
 
 from warmroute.config import Admission, from_table
-from warmroute.replay.simulation.flight import Flight
-from warmroute.replay.simulation.world import World
-from warmroute.replay.workloads.arrivals import poisson
-from warmroute.replay.workloads.generators import SharedSystemPrompts
-from warmroute.replay.workloads.workload_prompt import WorkloadPrompt
+from warmroute.lab.request_flow import Flight
+from warmroute.lab.workloads import poisson
+from warmroute.lab.workloads.generators import SharedSystemPrompts
+from warmroute.lab.workloads.workload_prompt import WorkloadPrompt
+from warmroute.lab.world import World
 
 
 def test_no_high_or_normal_request_is_rejected_while_a_low_one_waits_or_runs() -> None:

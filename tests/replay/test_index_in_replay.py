@@ -9,11 +9,11 @@ import pytest
 from small_worlds import assert_all_requests_ended, specs
 
 from warmroute.config import Config, Routing
-from warmroute.fake_engine.profiles import profile
-from warmroute.replay.simulation.conditions import Conditions
-from warmroute.replay.simulation.world import World
-from warmroute.replay.summary import summary
-from warmroute.replay.workloads.catalog import parse_workload
+from warmroute.lab.engine.timing import profile
+from warmroute.lab.simulated_node import Conditions
+from warmroute.lab.summary import summary
+from warmroute.lab.workloads import parse_workload
+from warmroute.lab.world import World
 
 CARD = profile("l4-8b")
 FEW_BLOCKS = 1200

@@ -7,10 +7,10 @@ from island_outage import IslandWorld
 from small_worlds import assert_all_requests_ended
 
 from warmroute.config import Config, from_table
-from warmroute.fake_engine.profiles import profile
-from warmroute.replay.simulation.conditions import Conditions, Island, NodeSpec
-from warmroute.replay.summary import percentile
-from warmroute.replay.workloads.catalog import parse_workload
+from warmroute.lab.engine.timing import profile
+from warmroute.lab.simulated_node import Conditions, Island, NodeSpec
+from warmroute.lab.summary import percentile
+from warmroute.lab.workloads import parse_workload
 
 CLOUDS = {"near": 1.0, "far": 40.0, "farther": 280.0}
 CHATS = "multi_turn_chat systems=20 system_tokens=1500 turns=4 message_tokens=300 output_tokens=40 think_s=6"

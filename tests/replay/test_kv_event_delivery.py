@@ -5,12 +5,12 @@ from __future__ import annotations
 from small_worlds import prompt, specs
 
 from warmroute.config import Config, Routing
-from warmroute.fake_engine.core.kv_event_types import BlockRemoved, BlockStored, KvEvent
-from warmroute.fleet.node import Node
-from warmroute.replay.simulation.conditions import Conditions, Island
-from warmroute.replay.simulation.policy_listener import PolicyListener
-from warmroute.replay.simulation.world import World
-from warmroute.replay.workloads.catalog import parse_workload
+from warmroute.core.node import Node
+from warmroute.lab.engine.blocks import BlockRemoved, BlockStored, KvEvent
+from warmroute.lab.simulated_node import Conditions, Island
+from warmroute.lab.simulated_router import PolicyListener
+from warmroute.lab.workloads import parse_workload
+from warmroute.lab.world import World
 
 
 class Recorder(PolicyListener):

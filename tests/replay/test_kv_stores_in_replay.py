@@ -7,12 +7,12 @@ from collections.abc import Iterator
 import pytest
 
 from warmroute.config import Config
-from warmroute.fake_engine.core.shared_store import SharedStore, SharedStoreConfig
-from warmroute.fake_engine.profiles import profile
-from warmroute.replay.simulation.conditions import Conditions, NodeSpec
-from warmroute.replay.simulation.simulated_request import MODEL, simulated_request
-from warmroute.replay.simulation.world import World
-from warmroute.replay.workloads.workload_prompt import Segments, WorkloadPrompt, segment_id
+from warmroute.lab.engine.blocks import SharedStore, SharedStoreConfig
+from warmroute.lab.engine.timing import profile
+from warmroute.lab.request_flow import MODEL, simulated_request
+from warmroute.lab.simulated_node import Conditions, NodeSpec
+from warmroute.lab.workloads.workload_prompt import Segments, WorkloadPrompt, segment_id
+from warmroute.lab.world import World
 
 H200 = profile("h200-8b")
 TOKENS = 8_000

@@ -5,9 +5,9 @@ from __future__ import annotations
 from small_worlds import NEAR, assert_all_requests_ended, prompt, specs
 
 from warmroute.config import from_table
-from warmroute.fleet.health import HealthState
-from warmroute.fleet.node import Node
-from warmroute.replay.simulation.world import World
+from warmroute.core.health import HealthState
+from warmroute.core.node import Node
+from warmroute.lab.world import World
 
 
 def run(slow_from_s: float | None) -> tuple[World, list[tuple[str, float]]]:

@@ -8,21 +8,18 @@ from typing import Any
 import pytest
 from small_worlds import NEAR, assert_all_requests_ended, nodes_of, prompt, specs
 
-from warmroute.fake_engine.core.kv_event_types import BlockRemoved, BlockStored
-from warmroute.replay import parse_policy
-from warmroute.replay.peers.aibrix_router import Aibrix
-from warmroute.replay.peers.block_holders import Holders, RoutedBlocks
-from warmroute.replay.peers.dynamo_router import Dynamo
-from warmroute.replay.peers.kubeai_router import Kubeai
-from warmroute.replay.peers.llm_d_router import LlmD, LlmDPrecise
-from warmroute.replay.peers.sglang_router import Sglang
-from warmroute.replay.peers.single_cache import single_cache_hit_rate
-from warmroute.replay.policy_spec import PEERS
-from warmroute.replay.simulation.simulated_request import SimulatedRequest, simulated_request
-from warmroute.replay.simulation.world import World
-from warmroute.replay.workloads.catalog import parse_workload
-from warmroute.routing.policy import Policy
-from warmroute.routing.query import Query
+from warmroute.core.policy import Policy
+from warmroute.core.routing_context import Query
+from warmroute.lab.engine.blocks import BlockRemoved, BlockStored
+from warmroute.lab.peers import Holders, RoutedBlocks
+from warmroute.lab.peers.cache_rules import Aibrix, Kubeai, Sglang
+from warmroute.lab.peers.dynamo import Dynamo
+from warmroute.lab.peers.llm_d import LlmD, LlmDPrecise
+from warmroute.lab.replay_setup import PEERS, parse_policy
+from warmroute.lab.request_flow import SimulatedRequest, simulated_request
+from warmroute.lab.run import single_cache_hit_rate
+from warmroute.lab.workloads import parse_workload
+from warmroute.lab.world import World
 
 
 class Fleet:

@@ -8,14 +8,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from warmroute.cli.main import main
-from warmroute.cli.plan import parse_duration_ms
-from warmroute.fake_engine.profiles import profile
-from warmroute.replay import Setup, parse_policy
-from warmroute.replay.expected_arrivals import load_rises
-from warmroute.replay.load_margin import LoadMargin, load_margin, with_load
-from warmroute.replay.simulation.conditions import Conditions, NodeSpec
-from warmroute.replay.workloads.catalog import Trace, parse_workload
+from warmroute.app.commands.plan import parse_duration_ms
+from warmroute.app.main import main
+from warmroute.lab.engine.timing import profile
+from warmroute.lab.replay_setup import parse_policy
+from warmroute.lab.run import Setup
+from warmroute.lab.simulated_node import Conditions, NodeSpec
+from warmroute.lab.sizing import LoadMargin, load_margin, load_rises, with_load
+from warmroute.lab.workloads import Trace, parse_workload
 
 WORKLOAD = ["shared_system_prompts", "system_tokens=3000", "question_tokens=1500", "output_tokens=60", "prompts=20"]
 LOAD = ["--rate", "8", "--limit", "250", "--profile", "l4-1.5b"]

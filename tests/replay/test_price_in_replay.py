@@ -8,11 +8,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from warmroute.fake_engine.profiles import profile
-from warmroute.replay import Run, Setup, build_world, parse_policy, replay
-from warmroute.replay.simulation.conditions import Conditions, NodeSpec
-from warmroute.replay.simulation.fault_schedule import ScheduledFault, parse_fault
-from warmroute.replay.workloads.catalog import parse_workload
+from warmroute.lab.engine.timing import profile
+from warmroute.lab.replay_setup import parse_policy
+from warmroute.lab.run import Setup, build_world, replay
+from warmroute.lab.simulated_node import Conditions, NodeSpec
+from warmroute.lab.summary import Run
+from warmroute.lab.workloads import parse_workload
+from warmroute.lab.world import ScheduledFault, parse_fault
 
 FLEET = tuple(NodeSpec(f"node-{at}", profile("2xh100-32b")) for at in range(4))
 

@@ -7,19 +7,13 @@ from typing import get_args
 
 import pytest
 
-from warmroute.demo.load_generator.prompt_requests import (
-    ConversationHistory,
-    build_request,
-    chat_messages,
-    extend_history,
-)
-from warmroute.prompt.body_fields import read_json
-from warmroute.prompt.routing_request import RoutingRequest
-from warmroute.replay.simulation.simulated_request import MODEL, simulated_request
-from warmroute.replay.workloads.catalog import GENERATORS, parse_workload
-from warmroute.replay.workloads.prompt_text import Form, leading_text
-from warmroute.replay.workloads.trace import TraceBlocks
-from warmroute.replay.workloads.workload_prompt import Segments, WorkloadPrompt
+from warmroute.core.messages import RoutingRequest
+from warmroute.lab.load import ConversationHistory, build_request, chat_messages, extend_history
+from warmroute.lab.request_flow import MODEL, simulated_request
+from warmroute.lab.workloads import GENERATORS, parse_workload
+from warmroute.lab.workloads.trace import TraceBlocks
+from warmroute.lab.workloads.workload_prompt import Form, Segments, WorkloadPrompt, leading_text
+from warmroute.prompt.request_body import read_json
 
 
 def assert_same_keys(prompt: WorkloadPrompt, form: Form, history: ConversationHistory) -> None:
@@ -63,6 +57,6 @@ def test_short_prompts_have_the_same_keys() -> None:
 def test_the_cache_of_leading_texts_is_bounded() -> None:
     for number in range(5000):
         leading_text(WorkloadPrompt(100, 1, Segments().followed_by(number, 101)), "completion")
-    from warmroute.replay.workloads import prompt_text
+    from warmroute.lab.workloads import workload_prompt
 
-    assert len(prompt_text._cache) <= prompt_text._CACHE_SIZE
+    assert len(workload_prompt._cache) <= workload_prompt._CACHE_SIZE

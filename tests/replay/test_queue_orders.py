@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 from small_worlds import specs
 
-from warmroute.replay import BadPolicy, Run, Setup, parse_policy, replay
-from warmroute.replay.policy_spec import QUEUES
-from warmroute.replay.report.html_page import page
-from warmroute.replay.report.table import columns
-from warmroute.replay.workloads.catalog import parse_workload
+from warmroute.lab.html_report import page
+from warmroute.lab.replay_setup import QUEUES, BadPolicy, parse_policy
+from warmroute.lab.report import columns
+from warmroute.lab.run import Setup, replay
+from warmroute.lab.summary import Run
+from warmroute.lab.workloads import parse_workload
 
 
 def overloaded(policy: str, limit: int = 120, rate: float = 40.0) -> Run:

@@ -11,13 +11,14 @@ import pytest
 from load_steps import LoadStep, run_load_steps
 from small_worlds import NEAR, assert_all_requests_ended, specs
 
-from warmroute.cli.main import main
-from warmroute.fake_engine.profiles import profile
-from warmroute.replay import POLICIES, BadPolicy, Setup, build_world, parse_policy, replay
-from warmroute.replay.simulation.conditions import Conditions, NodeSpec
-from warmroute.replay.simulation.results import TIMELINE_SPANS, Timeline
-from warmroute.replay.summary import percentile, variation
-from warmroute.replay.workloads.catalog import parse_workload
+from warmroute.app.main import main
+from warmroute.lab.engine.timing import profile
+from warmroute.lab.replay_setup import POLICIES, BadPolicy, parse_policy
+from warmroute.lab.request_flow import TIMELINE_SPANS, Timeline
+from warmroute.lab.run import Setup, build_world, replay
+from warmroute.lab.simulated_node import Conditions, NodeSpec
+from warmroute.lab.summary import percentile, variation
+from warmroute.lab.workloads import parse_workload
 
 TRACE = Path(__file__).parents[2] / "examples" / "trace.jsonl.gz"
 
@@ -161,7 +162,8 @@ def cpu_s(setup: Setup) -> float:
 
 def test_replay_costs_little_more_than_its_engines() -> None:
     """Compared with a run of the engines alone, without router, network and polls."""
-    from warmroute.fake_engine.core import EngineCore, EngineRequest
+    from warmroute.lab.engine.core import EngineCore
+    from warmroute.lab.engine.values import EngineRequest
 
     nodes = tuple(NodeSpec(f"node-{at}", profile("2xh100-32b")) for at in range(8))
     workload = parse_workload([str(TRACE)])

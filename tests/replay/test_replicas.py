@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 from small_worlds import assert_all_requests_ended, specs
 
-from warmroute.cli.main import main
-from warmroute.fake_engine.profiles import profile
-from warmroute.replay import Setup, parse_policy, replay
-from warmroute.replay.run import build_world
-from warmroute.replay.simulation.conditions import Conditions
-from warmroute.replay.summary import Run
-from warmroute.replay.workloads.catalog import parse_workload
+from warmroute.app.main import main
+from warmroute.lab.engine.timing import profile
+from warmroute.lab.replay_setup import parse_policy
+from warmroute.lab.run import Setup, build_world, replay
+from warmroute.lab.simulated_node import Conditions
+from warmroute.lab.summary import Run
+from warmroute.lab.workloads import parse_workload
 
 
 def setup(policy: str = "price", limit: int = 300, rate: float = 4.0, **conditions: object) -> Setup:

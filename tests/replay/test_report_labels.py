@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from warmroute.replay.report import svg, svg_plots
+from warmroute.lab import html_report
 
 NAMES = (
     "price",
@@ -38,11 +38,11 @@ def pictures(names: tuple[str, ...]) -> dict[str, str]:
     runs = [run(name, rate, rate * (at + 1)) for at, name in enumerate(names) for rate in (1.0, 20_000.0)]
     single = [run(name, None, 1.0) for name in names]
     return {
-        "load": svg_plots.time_against_load(runs, series, "ttft_ms", "p50", "requests per second"),
-        "ranges": svg_plots.time_ranges(single, series, "ttft_ms"),
-        "hits": svg_plots.hits_over_time(single, series),
-        "nodes": svg_plots.nodes_over_time(single, series),
-        "by_node": svg_plots.load_by_node(single, series),
+        "load": html_report.time_against_load(runs, series, "ttft_ms", "p50", "requests per second"),
+        "ranges": html_report.time_ranges(single, series, "ttft_ms"),
+        "hits": html_report.hits_over_time(single, series),
+        "nodes": html_report.nodes_over_time(single, series),
+        "by_node": html_report.load_by_node(single, series),
     }
 
 
@@ -68,10 +68,10 @@ def test_no_label_is_cut_off(name: str) -> None:
 def test_a_picture_with_short_labels_keeps_its_width() -> None:
     for picture in pictures(SHORT).values():
         found = re.search(r'viewBox="(\S+) 0 (\S+) ', picture)
-        assert found is not None and float(found[2]) <= svg_plots.WIDTH * 1.1
+        assert found is not None and float(found[2]) <= html_report.WIDTH * 1.1
 
 
 def test_escaped_characters_count_once() -> None:
-    one = svg.picture(10, 10, [svg.text(0, 5, "&" * 10)], "x")
-    other = svg.picture(10, 10, [svg.text(0, 5, "x" * 10)], "x")
+    one = html_report.picture(10, 10, [html_report.text(0, 5, "&" * 10)], "x")
+    other = html_report.picture(10, 10, [html_report.text(0, 5, "x" * 10)], "x")
     assert re.findall("viewBox=.*? role", one) == re.findall("viewBox=.*? role", other)

@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 
-from warmroute.fake_engine.profiles import profile
-from warmroute.replay import Setup, parse_policy, replay
-from warmroute.replay.run import build_world
-from warmroute.replay.simulation.conditions import Conditions, NodeSpec
-from warmroute.replay.simulation.fault_schedule import parse_fault
-from warmroute.replay.simulation.world import World
-from warmroute.replay.workloads.catalog import parse_workload
+from warmroute.lab.engine.timing import profile
+from warmroute.lab.replay_setup import parse_policy
+from warmroute.lab.run import Setup, build_world, replay
+from warmroute.lab.simulated_node import Conditions, NodeSpec
+from warmroute.lab.workloads import parse_workload
+from warmroute.lab.world import World, parse_fault
 
 H200 = profile("h200-8b")
 REQUESTS = 100

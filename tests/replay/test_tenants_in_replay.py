@@ -11,11 +11,11 @@ import msgspec
 import pytest
 from small_worlds import NEAR, assert_all_requests_ended, prompt, specs
 
-from warmroute.cli.main import main as warmroute
-from warmroute.fake_engine.profiles import profile
-from warmroute.replay.simulation.flight import Flight
-from warmroute.replay.simulation.world import World
-from warmroute.replay.workloads.workload_prompt import WorkloadPrompt
+from warmroute.app.main import main as warmroute
+from warmroute.lab.engine.timing import profile
+from warmroute.lab.request_flow import Flight
+from warmroute.lab.workloads.workload_prompt import WorkloadPrompt
+from warmroute.lab.world import World
 
 PAIRS = 95
 TOKENS = 600

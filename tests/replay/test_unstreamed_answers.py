@@ -12,12 +12,11 @@ import pytest
 from small_worlds import NEAR, assert_all_requests_ended, prompt, specs
 
 from warmroute.config import Config
-from warmroute.fake_engine.profiles import Profile, profile
-from warmroute.fleet.node_speed import NodeSpeed
-from warmroute.replay.simulation.conditions import Conditions
-from warmroute.replay.simulation.flight import Flight
-from warmroute.replay.simulation.simulated_node import SimulatedNode
-from warmroute.replay.simulation.world import World
+from warmroute.core.speeds import NodeSpeed
+from warmroute.lab.engine.timing import Profile, profile
+from warmroute.lab.request_flow import Flight
+from warmroute.lab.simulated_node import Conditions, SimulatedNode
+from warmroute.lab.world import World
 
 UNSTREAMED = msgspec.structs.replace(NEAR, streams=False)
 L4 = profile("l4-1.5b")

@@ -12,15 +12,13 @@ from random import Random
 import pytest
 from small_worlds import NEAR, specs
 
-from warmroute.fleet.node import Node
-from warmroute.replay.simulation.policy_listener import PolicyListener
-from warmroute.replay.simulation.simulated_request import SimulatedRequest
-from warmroute.replay.simulation.world import World
-from warmroute.replay.workloads.arrivals import at_trace_times, poisson
-from warmroute.replay.workloads.catalog import GENERATORS, BadWorkload, Generated, parse_workload
-from warmroute.replay.workloads.prompt_text import leading_text
-from warmroute.replay.workloads.trace import BadTrace, mean_rate, prompts
-from warmroute.replay.workloads.workload_prompt import Segments, WorkloadPrompt
+from warmroute.core.node import Node
+from warmroute.lab.request_flow import SimulatedRequest
+from warmroute.lab.simulated_router import PolicyListener
+from warmroute.lab.workloads import GENERATORS, BadWorkload, Generated, at_trace_times, parse_workload, poisson
+from warmroute.lab.workloads.trace import BadTrace, mean_rate, prompts
+from warmroute.lab.workloads.workload_prompt import Segments, WorkloadPrompt, leading_text
+from warmroute.lab.world import World
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "trace.jsonl.gz"
 

@@ -10,13 +10,13 @@ import pytest
 from small_worlds import NEAR, assert_all_requests_ended, prompt, specs
 
 from warmroute.config import Config, Health, Hedging, PolicyName, Routing
-from warmroute.fleet.health import HealthState
-from warmroute.replay import Setup, parse_policy, replay
-from warmroute.replay.simulation.calendar import Calendar
-from warmroute.replay.simulation.conditions import Conditions, Island
-from warmroute.replay.simulation.world import World
-from warmroute.replay.workloads.catalog import parse_workload
-from warmroute.replay.workloads.workload_prompt import WorkloadPrompt
+from warmroute.core.health import HealthState
+from warmroute.lab.replay_setup import parse_policy
+from warmroute.lab.run import Setup, replay
+from warmroute.lab.simulated_node import Calendar, Conditions, Island
+from warmroute.lab.workloads import parse_workload
+from warmroute.lab.workloads.workload_prompt import WorkloadPrompt
+from warmroute.lab.world import World
 
 
 def test_callbacks_run_in_the_order_of_time_and_engines_last() -> None:

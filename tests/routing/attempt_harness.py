@@ -8,12 +8,12 @@ from typing import Any
 from routing_harness import MODEL, RoutingHarness, prompt
 
 from warmroute.config import Hedging
-from warmroute.fleet.node import Node, Outcome
-from warmroute.prompt.routing_request import RoutingRequest
-from warmroute.routing.attempts import Attempts
-from warmroute.routing.dispatcher import Dispatcher
-from warmroute.routing.routing_errors import RoutingError
-from warmroute.telemetry.counters import Counters
+from warmroute.core.brain import Dispatcher
+from warmroute.core.calls import Attempts
+from warmroute.core.messages import Outcome, RoutingRequest
+from warmroute.core.node import Node
+from warmroute.core.rejections import RoutingError
+from warmroute.core.traffic import Counters
 
 
 class NotingDriver:

@@ -7,14 +7,13 @@ from typing import Any
 
 from warmroute.config import Health as HealthConfig
 from warmroute.config import Index, NodeConfig, Routing
-from warmroute.fleet.fleet import Fleet
-from warmroute.fleet.node import Node
-from warmroute.fleet.ticket import Ticket
-from warmroute.index.cache_view import CacheView
-from warmroute.prompt.body_fields import read_json
-from warmroute.prompt.routing_request import RoutingRequest
-from warmroute.routing.decision import Decision
-from warmroute.routing.router import Router
+from warmroute.core.cache_view import CacheView
+from warmroute.core.decision import Decision
+from warmroute.core.fleet import Fleet
+from warmroute.core.messages import RoutingRequest
+from warmroute.core.node import Node, Ticket
+from warmroute.core.router import Router
+from warmroute.prompt.request_body import read_json
 
 POLICIES = ["round_robin", "random", "least_loaded", "power_of_two", "latency", "session", "prefix_hash"]
 

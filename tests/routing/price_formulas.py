@@ -27,10 +27,10 @@ from warmroute._kernel import (
     STREAMED_WEIGHT,
 )
 from warmroute.config import Pricing
-from warmroute.fleet.node import Node
-from warmroute.index.node_cache import NodeCache
-from warmroute.index.reuse import Reuse
-from warmroute.routing.price_terms import Price
+from warmroute.core.decision_record import Price
+from warmroute.core.node import Node
+from warmroute.core.node_cache import NodeCache
+from warmroute.core.reuse import Reuse
 
 
 def wait(pending_work: float, ms_per_token: float, queue_ms: float, room_ms: float) -> float:

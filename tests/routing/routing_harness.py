@@ -11,20 +11,16 @@ import pytest
 
 from warmroute.config import Admission as AdmissionConfig
 from warmroute.config import Health, Index, NodeConfig, Pricing, Routing
-from warmroute.config.priority import NORMAL
-from warmroute.fleet.fleet import Fleet
-from warmroute.fleet.group import Group
-from warmroute.fleet.node import Node, Outcome
-from warmroute.fleet.ticket import Ticket
-from warmroute.index.cache_view import CacheView
-from warmroute.index.lookup import Lookup
-from warmroute.prompt.routing_request import RoutingRequest
-from warmroute.routing.admission import Admission
-from warmroute.routing.decision import Decision
-from warmroute.routing.explanation import explain_decision
-from warmroute.routing.price_terms import Price
-from warmroute.routing.router import Router
-from warmroute.routing.routing_errors import RoutingError
+from warmroute.config.routing import NORMAL
+from warmroute.core.admission import Admission
+from warmroute.core.cache_view import CacheView
+from warmroute.core.decision import Decision
+from warmroute.core.decision_record import Price, explain_decision
+from warmroute.core.fleet import Fleet, Group
+from warmroute.core.messages import Lookup, Outcome, RoutingRequest
+from warmroute.core.node import Node, Ticket
+from warmroute.core.rejections import RoutingError
+from warmroute.core.router import Router
 
 MODEL = "m"
 _new_prompts: Iterator[int] = count(1_000_000)

@@ -7,9 +7,8 @@ from typing import Any
 from attempt_harness import AttemptHarness, NotingDriver
 
 from warmroute.config import Hedging, Pricing
-from warmroute.fleet.node import Node
-from warmroute.routing.attempts import Attempts
-from warmroute.routing.split_request import SplitRequest
+from warmroute.core.calls import Attempts, SplitRequest
+from warmroute.core.node import Node
 
 TRANSFER = b'{"remote_engine_id":"p0"}'
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from warmroute._kernel import DecodeSpeedState, NodeState, SpeedState, TicketState
 from warmroute.config import Health, NodeConfig
-from warmroute.fleet.decode_speed import DecodeSpeed
-from warmroute.fleet.node import Node, Outcome
-from warmroute.fleet.ticket import Ticket
+from warmroute.core.messages import Outcome
+from warmroute.core.node import Node, Ticket
+from warmroute.core.speeds import DecodeSpeed
 
 NODE_FIELDS = (
     "pending_work", "kv_delta", "context_tokens", "kv_new", "inflight", "unstarted", "unstreamed_prefills",

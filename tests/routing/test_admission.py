@@ -7,12 +7,12 @@ from routing_harness import FakeRequest, RoutingHarness, one_busy_node, prompt
 
 from warmroute.config import Admission as AdmissionConfig
 from warmroute.config import NodeConfig, Pricing, Routing
-from warmroute.fleet.demand import DemandMeter
-from warmroute.fleet.node import Outcome
-from warmroute.routing.admission import EXAMINED, EXAMINED_PER_TENANT
-from warmroute.routing.decision import Decision
-from warmroute.routing.query import Query
-from warmroute.routing.routing_errors import NoNodeAvailable, QueueTimeout, UnknownModel
+from warmroute.core.admission import EXAMINED, EXAMINED_PER_TENANT
+from warmroute.core.decision import Decision
+from warmroute.core.demand import DemandMeter
+from warmroute.core.messages import Outcome
+from warmroute.core.rejections import NoNodeAvailable, QueueTimeout, UnknownModel
+from warmroute.core.routing_context import Query
 
 
 def test_a_request_whose_node_has_room_is_admitted_at_once() -> None:

@@ -9,8 +9,8 @@ from routing_harness import FakeRequest, RoutingHarness, one_busy_node, prompt
 
 from warmroute.config import Admission as AdmissionConfig
 from warmroute.config import NodeConfig, Pricing, Routing
-from warmroute.config.priority import HIGH, LOW, NORMAL
-from warmroute.routing.routing_errors import Displaced, NodeQueuesFull, QueueFull, WouldQueue
+from warmroute.config.routing import HIGH, LOW, NORMAL
+from warmroute.core.rejections import Displaced, NodeQueuesFull, QueueFull, WouldQueue
 
 
 def test_a_full_queue_rejects_low_priority_first_and_high_priority_never() -> None:

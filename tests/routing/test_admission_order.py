@@ -8,8 +8,8 @@ from random import Random
 import pytest
 from routing_harness import FakeRequest, RoutingHarness, one_busy_node, prompt
 
-from warmroute.config.priority import HIGH, LOW, NORMAL
-from warmroute.fleet.ticket import Ticket
+from warmroute.config.routing import HIGH, LOW, NORMAL
+from warmroute.core.node import Ticket
 
 
 def test_higher_priorities_go_first() -> None:

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from routing_harness import FakeRequest, RoutingHarness, one_busy_node, prompt
 
 from warmroute.config import Admission as AdmissionConfig
-from warmroute.config.priority import HIGH, LOW, NORMAL
-from warmroute.routing.decision import Decision
-from warmroute.routing.routing_errors import QueueFull, RoutingError
+from warmroute.config.routing import HIGH, LOW, NORMAL
+from warmroute.core.decision import Decision
+from warmroute.core.rejections import QueueFull, RoutingError
 
 
 class FinishesAtOnce(FakeRequest):

@@ -8,10 +8,9 @@ import pytest
 from policy_harness import POLICIES, PolicyHarness
 
 from warmroute.config import NodeConfig
-from warmroute.fleet.node import Node, Outcome
-from warmroute.fleet.ticket import Ticket
-from warmroute.prompt.routing_request import RoutingRequest
-from warmroute.routing.routing_errors import MissingModel, NoNodeAvailable, UnknownModel
+from warmroute.core.messages import Outcome, RoutingRequest
+from warmroute.core.node import Node, Ticket
+from warmroute.core.rejections import MissingModel, NoNodeAvailable, UnknownModel
 
 
 def test_a_model_is_unknown_only_if_every_node_has_reported_its_models() -> None:

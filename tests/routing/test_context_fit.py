@@ -10,10 +10,10 @@ from attempt_harness import AttemptHarness
 from routing_harness import MODEL, FakeRequest, RoutingHarness, prompt
 
 from warmroute.config import Pricing, Routing
-from warmroute.fleet.node import Node
-from warmroute.prompt.routing_request import RoutingRequest
-from warmroute.routing.decision import Decision
-from warmroute.routing.routing_errors import ContextTooLong, NoNodeAvailable
+from warmroute.core.decision import Decision
+from warmroute.core.messages import RoutingRequest
+from warmroute.core.node import Node
+from warmroute.core.rejections import ContextTooLong, NoNodeAvailable
 
 POLICIES = [
     "round_robin", "random", "least_loaded", "power_of_two", "latency", "session", "prefix_hash", "overlap", "price",

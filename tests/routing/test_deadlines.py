@@ -10,10 +10,11 @@ from routing_harness import FakeRequest, RoutingHarness, prompt
 
 from warmroute.config import Admission as AdmissionConfig
 from warmroute.config import Pricing, Routing
-from warmroute.config.priority import HIGH, LOW
-from warmroute.fleet.group import Group
-from warmroute.fleet.node import Node, Outcome
-from warmroute.routing.routing_errors import DeadlineUnreachable
+from warmroute.config.routing import HIGH, LOW
+from warmroute.core.fleet import Group
+from warmroute.core.messages import Outcome
+from warmroute.core.node import Node
+from warmroute.core.rejections import DeadlineUnreachable
 
 
 def set_known_speed(node: Node, ms_per_token: float = 0.05, token_ms: float = 20.0) -> None:

@@ -8,14 +8,11 @@ from routing_harness import prompt
 from split_harness import TRANSFER, SplitHarness, other
 
 from warmroute._kernel import pack_load_rows
-from warmroute.fleet.kv_transfer import LATENCY_MS
-from warmroute.fleet.node import Node, Outcome
-from warmroute.fleet.ticket import Ticket
-from warmroute.prompt.routing_request import RoutingRequest
-from warmroute.routing.attempt_history import AttemptHistory
-from warmroute.routing.attempts import Attempts
-from warmroute.routing.pair_dispatch import DecodeDispatch
-from warmroute.routing.split_request import SplitRequest
+from warmroute.core.calls import Attempts, SplitRequest
+from warmroute.core.messages import Outcome, RoutingRequest
+from warmroute.core.node import Node, Ticket
+from warmroute.core.speeds import LATENCY_MS
+from warmroute.core.tickets import AttemptHistory, DecodeDispatch
 
 
 class Moves(SplitHarness):

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from routing_harness import MODEL, FakeRequest, RoutingHarness, prompt
 
-from warmroute.fleet.node import Node, Outcome
-from warmroute.fleet.prefill_work import work
-from warmroute.index.lookup import Lookup
-from warmroute.index.node_cache import NodeCache
+from warmroute.core.messages import Lookup, Outcome
+from warmroute.core.node import Node
+from warmroute.core.node_cache import NodeCache
+from warmroute.core.prefill_work import work
+from warmroute.core.tickets import Dispatch
+from warmroute.edge.arrival import lookup_of
 from warmroute.prompt.prompt import Prompt, exact_prompt
-from warmroute.routing.dispatch import Dispatch
-from warmroute.routing.query import lookup_of
 
 
 def prompt_of(number: int, tokens: int) -> Prompt:

@@ -15,19 +15,15 @@ from routing_harness import MODEL, FakeRequest, RoutingHarness, explained, promp
 
 from warmroute.config import Admission as AdmissionConfig
 from warmroute.config import Health, Index, NodeConfig, Pricing, Routing
-from warmroute.config.priority import HIGH, LOW
-from warmroute.fleet.fleet import Fleet
-from warmroute.fleet.node import Outcome
-from warmroute.fleet.ticket import Ticket
-from warmroute.index.cache_view import CacheView
-from warmroute.index.lookup import Lookup
-from warmroute.prompt.routing_request import RoutingRequest
-from warmroute.routing import decision_record
-from warmroute.routing.decision_record import KEEP_ALL_UP_TO, DecisionRecord
-from warmroute.routing.explanation import _DRAWBACKS, explain_decision
-from warmroute.routing.price_terms import TERMS, Price
-from warmroute.routing.router import Router
-from warmroute.routing.routing_errors import QueueFull, RoutingError
+from warmroute.config.routing import HIGH, LOW
+from warmroute.core import decision_record
+from warmroute.core.cache_view import CacheView
+from warmroute.core.decision_record import _DRAWBACKS, KEEP_ALL_UP_TO, TERMS, DecisionRecord, Price, explain_decision
+from warmroute.core.fleet import Fleet
+from warmroute.core.messages import Lookup, Outcome, RoutingRequest
+from warmroute.core.node import Ticket
+from warmroute.core.rejections import QueueFull, RoutingError
+from warmroute.core.router import Router
 
 TIED = "decided by load, then at random"
 

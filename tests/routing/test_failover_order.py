@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from attempt_harness import AttemptHarness
 
-from warmroute.fleet.node import Outcome
-from warmroute.fleet.outlier_detection import counts_of
-from warmroute.routing.failover import MAX_BUSY_ANSWERS
-from warmroute.routing.routing_errors import AllNodesBusy, AllNodesFailed, AllNodesUnavailable
+from warmroute.core.calls import MAX_BUSY_ANSWERS
+from warmroute.core.health import counts_of
+from warmroute.core.messages import Outcome
+from warmroute.core.rejections import AllNodesBusy, AllNodesFailed, AllNodesUnavailable
 
 
 def test_every_node_is_tried_once() -> None:

@@ -11,12 +11,11 @@ from policy_harness import PolicyHarness, request
 
 from warmroute.config import Health as HealthConfig
 from warmroute.config import Index, NodeConfig, Pricing, RouteConfig, Routing
-from warmroute.fleet.fleet import Fleet
-from warmroute.fleet.node import Outcome
-from warmroute.fleet.ticket import Ticket
-from warmroute.index.cache_view import CacheView
-from warmroute.prompt.routing_request import RoutingRequest
-from warmroute.routing.router import Router
+from warmroute.core.cache_view import CacheView
+from warmroute.core.fleet import Fleet
+from warmroute.core.messages import Outcome, RoutingRequest
+from warmroute.core.node import Ticket
+from warmroute.core.router import Router
 
 
 def test_a_session_stays_on_its_node() -> None:

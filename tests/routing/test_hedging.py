@@ -9,11 +9,12 @@ import pytest
 from attempt_harness import AttemptHarness, NotingDriver
 
 from warmroute.config import Admission, Hedging, NodeConfig
-from warmroute.fleet.node import Node, Outcome
-from warmroute.routing.attempts import Attempts
-from warmroute.routing.dispatcher import MAX_FAILED_HEDGES, MAX_MOVES, MOVE_SLICE_S
-from warmroute.routing.hedging import HANGS_S, MAX_BURST
-from warmroute.routing.routing_errors import AllNodesBusy
+from warmroute.core.brain import MAX_FAILED_HEDGES, MAX_MOVES, MOVE_SLICE_S
+from warmroute.core.calls import Attempts
+from warmroute.core.messages import Outcome
+from warmroute.core.node import Node
+from warmroute.core.overdue import HANGS_S, MAX_BURST
+from warmroute.core.rejections import AllNodesBusy
 
 ALWAYS = Hedging(max_ratio=1.0)
 AT_ONCE = Admission(queue_at_router=False)

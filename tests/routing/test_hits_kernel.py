@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from warmroute._kernel import BlockIndex, Hit, add_hits, hash_blocks, match_hits
 from warmroute.config import Index
-from warmroute.index.cache_view import CacheView
-from warmroute.index.node_cache import PENDING, ROUTED, NodeCache
-from warmroute.index.tiers import SAVED_SHARE
+from warmroute.core.cache_view import CacheView
+from warmroute.core.node_cache import PENDING, ROUTED, SAVED_SHARE, NodeCache
 
 NOW_S = 10_000.0
 

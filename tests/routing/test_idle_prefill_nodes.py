@@ -7,10 +7,10 @@ from routing_harness import explained, prompt
 from test_pairs import PairHarness
 
 from warmroute.config import Pricing
-from warmroute.fleet.long_prompts import LongPrompts
-from warmroute.fleet.node import Outcome
-from warmroute.routing.idle_prefill_nodes import PATIENCE, blocking_ms
-from warmroute.routing.pair_dispatch import WholeDispatch
+from warmroute.core.demand import LongPrompts
+from warmroute.core.fleet import PATIENCE, blocking_ms
+from warmroute.core.messages import Outcome
+from warmroute.core.tickets import WholeDispatch
 
 
 def idle_harness(**fields: object) -> PairHarness:

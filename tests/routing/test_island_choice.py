@@ -8,16 +8,15 @@ import pytest
 
 from warmroute.config import Admission as AdmissionConfig
 from warmroute.config import Health, Index, IslandAffinity, IslandConfig, NodeConfig, Pricing, Routing
-from warmroute.fleet.fleet import Fleet
-from warmroute.fleet.node import Node, Outcome
-from warmroute.index.cache_view import CacheView
-from warmroute.index.lookup import Lookup
-from warmroute.prompt.routing_request import RoutingRequest
-from warmroute.routing.admission import Admission
-from warmroute.routing.conversation_affinity import MAX_ENTRIES, REMEMBERED_S, ConversationAffinity, stable_blocks
-from warmroute.routing.decision import Decision
-from warmroute.routing.island_choice import DEADLINE, DOWN, FALLBACK, NOT_ELIGIBLE, SLOW
-from warmroute.routing.router import Router
+from warmroute.core.admission import Admission
+from warmroute.core.cache_view import CacheView
+from warmroute.core.decision import Decision
+from warmroute.core.fleet import Fleet
+from warmroute.core.island_choice import DEADLINE, DOWN, FALLBACK, NOT_ELIGIBLE, SLOW
+from warmroute.core.islands import MAX_ENTRIES, REMEMBERED_S, ConversationAffinity, stable_blocks
+from warmroute.core.messages import Lookup, Outcome, RoutingRequest
+from warmroute.core.node import Node
+from warmroute.core.router import Router
 
 MODEL = "m"
 SYSTEM = list(range(1, 801))

@@ -10,10 +10,10 @@ from test_deadlines import set_known_speed
 
 from warmroute.config import Admission as AdmissionConfig
 from warmroute.config import Hedging
-from warmroute.fleet.node import Outcome
-from warmroute.routing.attempts import Attempts
-from warmroute.routing.deadline_check import CHECK_S, TRIAL_S
-from warmroute.routing.routing_errors import AllNodesFailed, DeadlinePassed, DeadlineUnreachable, RoutingError
+from warmroute.core.calls import Attempts
+from warmroute.core.decision import CHECK_S, TRIAL_S
+from warmroute.core.messages import Outcome
+from warmroute.core.rejections import AllNodesFailed, DeadlinePassed, DeadlineUnreachable, RoutingError
 
 
 class Harness(AttemptHarness):

@@ -8,9 +8,9 @@ import pytest
 from routing_harness import MODEL, FakeRequest, RoutingHarness, prompt
 
 from warmroute.config import Pricing, RouteConfig, Routing
-from warmroute.fleet.node import Outcome
-from warmroute.index.cache_view import CacheView
-from warmroute.routing.dispatch import Dispatch
+from warmroute.core.cache_view import CacheView
+from warmroute.core.messages import Outcome
+from warmroute.core.tickets import Dispatch
 
 
 def break_index(harness: RoutingHarness) -> None:

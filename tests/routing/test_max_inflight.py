@@ -14,16 +14,17 @@ from split_harness import SplitHarness
 
 from warmroute.config import Admission as AdmissionConfig
 from warmroute.config import Hedging, Routing
-from warmroute.config.priority import HIGH, LOW, NORMAL
-from warmroute.fake_engine.profiles import profile
-from warmroute.fleet.node import Node, Outcome
-from warmroute.replay import Setup, parse_policy
-from warmroute.replay.run import build_world
-from warmroute.replay.simulation.conditions import NodeSpec
-from warmroute.replay.simulation.fault_schedule import parse_fault
-from warmroute.replay.workloads.catalog import parse_workload
-from warmroute.routing.held_requests import send_or_shed
-from warmroute.routing.routing_errors import AllNodesBusy, AllNodesFailed, NodesFull, WouldQueue
+from warmroute.config.routing import HIGH, LOW, NORMAL
+from warmroute.core.held_requests import send_or_shed
+from warmroute.core.messages import Outcome
+from warmroute.core.node import Node
+from warmroute.core.rejections import AllNodesBusy, AllNodesFailed, NodesFull, WouldQueue
+from warmroute.lab.engine.timing import profile
+from warmroute.lab.replay_setup import parse_policy
+from warmroute.lab.run import Setup, build_world
+from warmroute.lab.simulated_node import NodeSpec
+from warmroute.lab.workloads import parse_workload
+from warmroute.lab.world import parse_fault
 
 
 def limit(node: Node, max_inflight: int) -> None:

@@ -8,15 +8,14 @@ from random import Random
 import pytest
 from routing_harness import FakeRequest, RoutingHarness, one_busy_node, prompt
 
-from warmroute.cluster.cluster_turns import ClusterTurns
 from warmroute.config import Admission as AdmissionConfig
 from warmroute.config import RouteConfig
-from warmroute.config.priority import HIGH, LOW, NORMAL
-from warmroute.fleet.node import Node
-from warmroute.fleet.ticket import Ticket
-from warmroute.routing.admission_queue import Key
-from warmroute.routing.decision import Decision
-from warmroute.routing.query import Query
+from warmroute.config.routing import HIGH, LOW, NORMAL
+from warmroute.core.cluster.cluster_turns import ClusterTurns
+from warmroute.core.decision import Decision
+from warmroute.core.node import Node, Ticket
+from warmroute.core.queue import Key
+from warmroute.core.routing_context import Query
 
 
 def test_a_node_gets_its_next_prompt_before_it_has_finished_the_last_one() -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from routing_harness import RoutingHarness, prompt
 
-from warmroute.fleet.decode_speed import DecodeSpeed
-from warmroute.routing.dispatch import Dispatch
-from warmroute.routing.output_length import DEFAULT_TOKENS, MAX_RAISED_TOKENS, OutputLengthEstimate
+from warmroute.core.output_length import DEFAULT_TOKENS, MAX_RAISED_TOKENS, OutputLengthEstimate
+from warmroute.core.speeds import DecodeSpeed
+from warmroute.core.tickets import Dispatch
 
 
 def test_the_estimate_is_the_average_of_model_and_tenant() -> None:

@@ -7,15 +7,14 @@ import pytest
 from routing_harness import RoutingHarness, explained, prompt
 
 from warmroute.config import Pricing
-from warmroute.fleet.kv_transfer import HALF_LIFE_S, LATENCY_MS, PRIOR_MS_PER_TOKEN, TransferSpeed
-from warmroute.fleet.long_prompts import LongPrompts
-from warmroute.fleet.node import Node, Outcome
-from warmroute.fleet.ticket import Ticket
-from warmroute.index.lookup import Lookup
-from warmroute.routing.decision import Decision
-from warmroute.routing.explanation import explain_decision
-from warmroute.routing.pairs import _interference_ms
-from warmroute.routing.routing_errors import NoNodeAvailable
+from warmroute.core.decision import Decision
+from warmroute.core.decision_record import explain_decision
+from warmroute.core.demand import LongPrompts
+from warmroute.core.messages import Lookup, Outcome
+from warmroute.core.node import Node, Ticket
+from warmroute.core.pairs import _interference_ms
+from warmroute.core.rejections import NoNodeAvailable
+from warmroute.core.speeds import HALF_LIFE_S, LATENCY_MS, PRIOR_MS_PER_TOKEN, TransferSpeed
 
 
 class PairHarness(RoutingHarness):

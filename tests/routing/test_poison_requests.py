@@ -6,14 +6,13 @@ import pytest
 from attempt_harness import AttemptHarness, NotingDriver
 from split_harness import TRANSFER, SplitHarness
 
-from warmroute.fleet.health import HealthState
-from warmroute.fleet.node import Node, Outcome
-from warmroute.fleet.outlier_detection import counts_of
-from warmroute.routing.attempts import Attempts
-from warmroute.routing.failover import SERVES_S
-from warmroute.routing.hedging import send_hedge
-from warmroute.routing.routing_errors import AllNodesFailed, FailedOnEveryNode
-from warmroute.routing.split_request import Phase
+from warmroute.core.brain import SERVES_S
+from warmroute.core.calls import Attempts, Phase
+from warmroute.core.health import HealthState, counts_of
+from warmroute.core.messages import Outcome
+from warmroute.core.node import Node
+from warmroute.core.overdue import send_hedge
+from warmroute.core.rejections import AllNodesFailed, FailedOnEveryNode
 
 
 def answers(harness: AttemptHarness, attempts: Attempts, status: int = 500) -> None:

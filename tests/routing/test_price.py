@@ -12,13 +12,12 @@ import pytest
 from routing_harness import MODEL, RoutingHarness, prompt
 
 from warmroute.config import Pricing
-from warmroute.fleet.node import Node
-from warmroute.fleet.prefill_work import work
-from warmroute.fleet.ticket import Ticket
-from warmroute.index.lookup import Lookup, SpecialPrompt
-from warmroute.routing.dispatch import Dispatch
-from warmroute.routing.output_length import DEFAULT_TOKENS
-from warmroute.routing.policies.price_policy import MAX_CACHE_LISTS, PricePolicy
+from warmroute.core.messages import Lookup, SpecialPrompt
+from warmroute.core.node import Node, Ticket
+from warmroute.core.output_length import DEFAULT_TOKENS
+from warmroute.core.policies.price import MAX_CACHE_LISTS, PricePolicy
+from warmroute.core.prefill_work import work
+from warmroute.core.tickets import Dispatch
 
 
 def record_arrivals(harness: RoutingHarness, *ages_s: float) -> None:

@@ -18,18 +18,16 @@ from hypothesis import strategies as st
 
 from warmroute._kernel import CacheState, Hit, NodeState, SpeedState, add_hits, price_nodes
 from warmroute.config import Health, Index, NodeConfig, Pricing, Routing
-from warmroute.fleet.decode_speed import DecodeSpeed
-from warmroute.fleet.fleet import Fleet
-from warmroute.fleet.node import Node
-from warmroute.fleet.prefill_work import work
-from warmroute.index.cache_view import CacheView
-from warmroute.index.lookup import Lookup
-from warmroute.index.node_cache import ROUTED, NodeCache
-from warmroute.index.reuse import BUCKETS, Reuse
-from warmroute.index.tiers import SAVED_SHARE
-from warmroute.prompt.routing_request import RoutingRequest
-from warmroute.routing.price_terms import TIE, Price
-from warmroute.routing.router import Router
+from warmroute.core.cache_view import CacheView
+from warmroute.core.decision_record import TIE, Price
+from warmroute.core.fleet import Fleet
+from warmroute.core.messages import Lookup, RoutingRequest
+from warmroute.core.node import Node
+from warmroute.core.node_cache import ROUTED, SAVED_SHARE, NodeCache
+from warmroute.core.prefill_work import work
+from warmroute.core.reuse import BUCKETS, Reuse
+from warmroute.core.router import Router
+from warmroute.core.speeds import DecodeSpeed
 
 NOW_S = 10_000.0
 

@@ -7,10 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from warmroute.config import ConfigError, KeyConfig, from_table
-from warmroute.edge.admission_errors import to_error
-from warmroute.prompt.routing_request import RoutingRequest
-from warmroute.routing.rate_limits import Bucket, Charge, RateLimits, TenantLimits
-from warmroute.routing.routing_errors import RateLimited
+from warmroute.core.messages import RoutingRequest
+from warmroute.core.rate_limits import Bucket, Charge, RateLimits, TenantLimits
+from warmroute.core.rejections import RateLimited, to_error
 
 
 def key(tenant: str, requests: int = 0, tokens: int = 0, number: int = 0) -> KeyConfig:

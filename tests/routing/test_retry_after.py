@@ -11,9 +11,9 @@ from routing_harness import FakeRequest, RoutingHarness, one_busy_node
 
 from warmroute.config import Admission as AdmissionConfig
 from warmroute.config import NodeConfig
-from warmroute.config.priority import LOW
-from warmroute.fleet.arrival_rate import FORGET_S, UNMEASURED_S, ServiceRate
-from warmroute.routing.routing_errors import Displaced, QueueFull, QueueTimeout, WouldQueue
+from warmroute.config.routing import LOW
+from warmroute.core.demand import FORGET_S, UNMEASURED_S, ServiceRate
+from warmroute.core.rejections import Displaced, QueueFull, QueueTimeout, WouldQueue
 
 ONE_BY_ONE = 0.01
 """Backlog of a node in ms: it gets one request at a time."""

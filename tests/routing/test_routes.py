@@ -12,10 +12,9 @@ from support.cpu_limit import cpu_limit
 
 from warmroute.config import Admission as AdmissionConfig
 from warmroute.config import ConfigError, Pricing, RouteConfig, Routing, from_table
-from warmroute.config.priority import HIGH, LOW, NORMAL
-from warmroute.prompt.routing_request import RoutingRequest
-from warmroute.routing.route_matching import Routes
-from warmroute.routing.routing_errors import NodeQueuesFull, QueueTimeout
+from warmroute.config.routing import HIGH, LOW, NORMAL, Routes
+from warmroute.core.messages import RoutingRequest
+from warmroute.core.rejections import NodeQueuesFull, QueueTimeout
 
 CHAT = "/v1/chat/completions"
 

@@ -8,11 +8,11 @@ import pytest
 from routing_harness import prompt
 from split_harness import TRANSFER, SplitHarness, other
 
-from warmroute.fleet.node import Outcome
-from warmroute.fleet.ticket import Ticket
-from warmroute.routing.attempts import Attempts
-from warmroute.routing.hedging import send_hedge
-from warmroute.routing.pair_dispatch import DecodeDispatch
+from warmroute.core.calls import Attempts
+from warmroute.core.messages import Outcome
+from warmroute.core.node import Ticket
+from warmroute.core.overdue import send_hedge
+from warmroute.core.tickets import DecodeDispatch
 
 
 def test_the_decode_request_follows_the_prefill() -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from routing_harness import MODEL, RoutingHarness, prompt
 
-from warmroute.fleet.kv_transfer import HALF_LIFE_S, LATENCY_MS, MAX_LOAD_TOKENS, PRIOR_MS_PER_TOKEN, TransferSpeed
-from warmroute.fleet.node import Outcome
-from warmroute.routing.store_dispatch import StoreDispatch
+from warmroute.core.messages import Outcome
+from warmroute.core.speeds import HALF_LIFE_S, LATENCY_MS, MAX_LOAD_TOKENS, PRIOR_MS_PER_TOKEN, TransferSpeed
+from warmroute.core.tickets import StoreDispatch
 
 DOCUMENT = prompt(20_000, 7)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from routing_harness import RoutingHarness, prompt
 
-from warmroute.fleet.ticket import Ticket
+from warmroute.core.node import Ticket
 
 
 def test_of_equal_busy_nodes_the_one_that_got_a_request_last_wins() -> None:

@@ -9,15 +9,15 @@ from __future__ import annotations
 import pytest
 from routing_harness import MODEL, RoutingHarness, prompt
 
-from warmroute.fleet.demand import DemandMeter
-from warmroute.fleet.node import Node, Outcome
-from warmroute.fleet.node_speed import DEFAULT_MS_PER_TOKEN
-from warmroute.prompt.routing_request import RoutingRequest
-from warmroute.routing.attempts import Attempts
-from warmroute.routing.dispatch import Dispatch
-from warmroute.routing.dispatcher import Dispatcher
-from warmroute.routing.routing_errors import RoutingError
-from warmroute.telemetry.counters import Counters
+from warmroute.core.brain import Dispatcher
+from warmroute.core.calls import Attempts
+from warmroute.core.demand import DemandMeter
+from warmroute.core.messages import Outcome, RoutingRequest
+from warmroute.core.node import Node
+from warmroute.core.rejections import RoutingError
+from warmroute.core.speeds import DEFAULT_MS_PER_TOKEN
+from warmroute.core.tickets import Dispatch
+from warmroute.core.traffic import Counters
 
 TOKEN_MS = 12.0
 

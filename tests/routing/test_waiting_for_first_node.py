@@ -9,11 +9,11 @@ from routing_harness import MODEL, FakeRequest, RoutingHarness, one_busy_node, p
 
 from warmroute.config import Admission as AdmissionConfig
 from warmroute.config import NodeConfig
-from warmroute.config.priority import HIGH, LOW
-from warmroute.fleet.demand import DemandMeter
-from warmroute.routing.decision import Decision
-from warmroute.routing.routing_errors import DeadlineUnreachable, Displaced, NoNodeAvailable, QueueFull, QueueTimeout
-from warmroute.routing.without_node import FIRST_CHECK_WAIT_S
+from warmroute.config.routing import HIGH, LOW
+from warmroute.core.admission import FIRST_CHECK_WAIT_S
+from warmroute.core.decision import Decision
+from warmroute.core.demand import DemandMeter
+from warmroute.core.rejections import DeadlineUnreachable, Displaced, NoNodeAvailable, QueueFull, QueueTimeout
 
 
 def empty_fleet(**admission: Any) -> RoutingHarness:

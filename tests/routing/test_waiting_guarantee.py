@@ -9,13 +9,10 @@ from random import Random
 import pytest
 from routing_harness import FakeRequest, RoutingHarness, explained, one_busy_node, prompt
 
-from warmroute.config.priority import HIGH, LOW, NORMAL
-from warmroute.routing.admission import FULL_CHECK_TICKS
-from warmroute.routing.admission_queue import KEY_TOLERANCE
-from warmroute.routing.overdue_turns import OVERDUE
-from warmroute.routing.queued_request import CREDIT_S, WAITING_CREDIT, QueuedRequest
-from warmroute.routing.queued_requests import SortedRequests
-from warmroute.routing.waiting_guarantee import GRACE_S, PATIENCE, SHARE
+from warmroute.config.routing import HIGH, LOW, NORMAL
+from warmroute.core.admission import FULL_CHECK_TICKS, OVERDUE
+from warmroute.core.queue import KEY_TOLERANCE
+from warmroute.core.queue_order import CREDIT_S, GRACE_S, PATIENCE, SHARE, WAITING_CREDIT, QueuedRequest, SortedRequests
 
 # The order.
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from warmroute.scaling import controller_loop
+from warmroute.scaling import control_loop
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "fake_engine")]
@@ -14,4 +14,4 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "fake_engine")]
 @pytest.fixture
 def no_retry_delay(monkeypatch: pytest.MonkeyPatch) -> None:
     """Retries wait for no real time, because the tests' clock is a number."""
-    monkeypatch.setattr(controller_loop, "RETRY_S", 0.0)
+    monkeypatch.setattr(control_loop, "RETRY_S", 0.0)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from warmroute.config import Scaling
-from warmroute.scaling.fleet_observer import FleetView, NodeView, WindowMetrics
-from warmroute.scaling.offer import Offer
+from warmroute.scaling.observer import FleetView, NodeView, WindowMetrics
 from warmroute.scaling.offer_selection import OfferSelector
+from warmroute.scaling.offers import Offer
 from warmroute.scaling.scaler import Scaler
 from warmroute.scaling.scaling_decision import PaidNode
 

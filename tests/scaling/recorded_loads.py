@@ -6,8 +6,8 @@ from random import Random
 from typing import Any
 
 from warmroute.config import Objective
-from warmroute.replay.planning.recorded_request import RecordedRequest
-from warmroute.replay.workloads.workload_prompt import Segments, WorkloadPrompt, segment_id
+from warmroute.lab.planning.recorded_traffic import RecordedRequest
+from warmroute.lab.workloads.workload_prompt import Segments, WorkloadPrompt, segment_id
 from warmroute.scaling.fleet_plan import FleetNode, NodeFigures, OfferedNode, PlanRequest
 
 PLAIN = NodeFigures(ms_per_token=1.0, step_ms=10.0, slope_ms=0.0, kv_tokens=64_000)

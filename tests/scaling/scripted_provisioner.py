@@ -10,18 +10,16 @@ from typing import Any
 import msgspec
 
 from warmroute.config import Config, NodeConfig, ProvisionerConfig, Scaling
-from warmroute.fleet.demand import DemandMeter
-from warmroute.fleet.fleet import Fleet
-from warmroute.fleet.node import Node
-from warmroute.index.cache_view import CacheView
-from warmroute.index.hot_prefixes import HotPrefixes
+from warmroute.core.cache_view import CacheView
+from warmroute.core.demand import DemandMeter
+from warmroute.core.fleet import Fleet
+from warmroute.core.hot_prefixes import HotPrefixes
+from warmroute.core.node import Node
 from warmroute.scaling.autoscaler import Autoscaler
-from warmroute.scaling.controller_loop import ControllerLoop, LeaderLease
+from warmroute.scaling.control_loop import ControllerLoop, LeaderLease, Post, PrefixPrefiller
 from warmroute.scaling.node_lifecycle import LifecycleState, ManagedNode
-from warmroute.scaling.offer import Offer
-from warmroute.scaling.prewarm import Post, PrefixPrefiller
-from warmroute.scaling.provisioner import Machine, MachineState, Provisioner
-from warmroute.scaling.provisioner_client import ProvisionerClient
+from warmroute.scaling.offers import Offer
+from warmroute.scaling.provisioner import Machine, MachineState, Provisioner, ProvisionerClient
 
 LOOP_TURNS = 30
 """Turns of the event loop after which every task waits for something."""

@@ -11,14 +11,14 @@ import msgspec
 import pytest
 from scripted_provisioner import Harness, ScriptedProvisioner, running
 
+from warmroute.app.service import log_health_change
 from warmroute.config import Config, IslandLimits, NodeConfig, Scaling
-from warmroute.fleet.fleet import Fleet
-from warmroute.fleet.node import Outcome
-from warmroute.fleet.ticket import Ticket
+from warmroute.core.fleet import Fleet
+from warmroute.core.messages import Outcome
+from warmroute.core.node import Ticket
 from warmroute.scaling import node_lifecycle
 from warmroute.scaling.node_lifecycle import LifecycleState
 from warmroute.scaling.provisioner import MachineState, NoCapacity, ProvisionerError
-from warmroute.service.node_set import log_health_change
 
 pytestmark = pytest.mark.usefixtures("no_retry_delay")
 

@@ -13,12 +13,11 @@ import pytest
 from recorded_loads import plan_request, recorded
 
 from warmroute.config import Objective, Scaling, ScalingReplay
-from warmroute.fleet.demand import DemandMeter
-from warmroute.replay.planning import fleet_search
-from warmroute.replay.planning.recorded_request import RecordedRequest
-from warmroute.replay.planning.recorded_traffic import Sample
+from warmroute.core.demand import DemandMeter
+from warmroute.lab.planning import search
+from warmroute.lab.planning.recorded_traffic import RecordedRequest, Sample
 from warmroute.scaling.fleet_plan import FleetNode, FleetPlan, PlanRequest, ReplayedFleet
-from warmroute.scaling.offer import OfferKey
+from warmroute.scaling.offers import OfferKey
 from warmroute.scaling.replay_planner import ReplayPlanner
 
 PER_NODE = 0.2
@@ -73,7 +72,7 @@ class Router:
         now_ms, times_ms = 1000.0 * self.now_s, self._times_ms
         since = bisect_left(times_ms, now_ms - 1000.0 * self._replay.window_s)
         recent = self._requests[since : bisect_left(times_ms, now_ms)]
-        self._ending = self.now_s + self._search_s, fleet_search.plan_fleet(request, recent, now_ms), done
+        self._ending = self.now_s + self._search_s, search.plan_fleet(request, recent, now_ms), done
 
     def turn(self) -> None:
         self.now_s += TURN_S
@@ -90,7 +89,7 @@ class Router:
 @pytest.mark.parametrize("seed", range(2))
 def test_the_fleet_stays_within_one_node(seed: int, search_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where five nodes are hardly enough, and if a search takes longer than the time between two of them."""
-    monkeypatch.setattr(fleet_search, "FleetReplay", Formula)
+    monkeypatch.setattr(search, "FleetReplay", Formula)
     random, prompt, at_s = Random(seed), recorded(6.0, 10.0)[0].prompt, 0.0
     requests: list[RecordedRequest] = []
     while (at_s := at_s + random.expovariate(0.88)) < 3600.0 * HOURS:
@@ -120,7 +119,7 @@ def test_a_chat_stays_within_what_chance_does_to_its_load(seed: int, monkeypatch
     minutes has a standard deviation of a tenth. Five nodes hold the mean load (0.88 / 0.2). Seven hold two standard
     deviations more with the margin and the chance that a plan allows for: 1.2 · 1.15 · 0.88 / 0.2 = 6.1. A node that
     was added stays for ten minutes, so there are at most 6 additions and 6 removals an hour; chance needs far fewer."""
-    monkeypatch.setattr(fleet_search, "FleetReplay", Formula)
+    monkeypatch.setattr(search, "FleetReplay", Formula)
     random, prompt, begins_s, number = Random(seed), recorded(6.0, 10.0)[0].prompt, -300.0, 0
     requests: list[RecordedRequest] = []
     while (begins_s := begins_s + random.expovariate(0.22)) < 3600.0 * HOURS:

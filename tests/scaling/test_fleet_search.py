@@ -10,16 +10,15 @@ import pytest
 from recorded_loads import NODE, PLAIN, plan_request, recorded
 
 from warmroute.config import Config, Objective
-from warmroute.replay.planning import fleet_replay, fleet_search
-from warmroute.replay.planning.other_loads import OtherLoads
-from warmroute.replay.planning.recorded_request import RecordedRequest
-from warmroute.replay.planning.recorded_traffic import thinned
-from warmroute.replay.workloads.workload_prompt import WorkloadPrompt
+from warmroute.lab.planning import fleet_replay, search
+from warmroute.lab.planning.fleet_replay import OtherLoads
+from warmroute.lab.planning.recorded_traffic import RecordedRequest, thinned
+from warmroute.lab.workloads.workload_prompt import WorkloadPrompt
 from warmroute.scaling.fleet_plan import MIN_REQUESTS, FleetNode, FleetPlan, NodeFigures, OfferedNode, PlanRequest
 
 
 def plan_fleet(request: PlanRequest, requests: list[RecordedRequest], **more: Any) -> FleetPlan:
-    return fleet_search.plan_fleet(request, requests, requests[-1].at_ms, **more)
+    return search.plan_fleet(request, requests, requests[-1].at_ms, **more)
 
 
 BUSY = recorded(per_s=6.0, seconds=80.0)
@@ -68,7 +67,7 @@ def test_a_node_is_removed_while_the_load_rises_only_if_there_is_far_too_much() 
             rising.append(RecordedRequest(one.prompt, one.at_ms + 8000.0 * span, len(rising)))
     plan = plan_fleet(plan_request(12), rising)
     assert plan.growth > 1.1
-    assert plan.fleets[1].load == pytest.approx(fleet_search.RISING * plan.growth * (1.05 + max(0.05, plan.chance)))
+    assert plan.fleets[1].load == pytest.approx(search.RISING * plan.growth * (1.05 + max(0.05, plan.chance)))
     assert (plan.add, plan.spare > 0) == (0, True)
 
 
@@ -269,7 +268,7 @@ def test_the_traffic_of_one_of_two_routers_counts_twice() -> None:
 
 
 def test_traffic_that_has_stopped_says_nothing() -> None:
-    plan = fleet_search.plan_fleet(plan_request(4), BUSY, 30.0 * BUSY[-1].at_ms)
+    plan = search.plan_fleet(plan_request(4), BUSY, 30.0 * BUSY[-1].at_ms)
     assert "too little traffic of the last minutes" in plan.skipped
 
 

@@ -12,7 +12,7 @@ from grpc_tools import protoc  # type: ignore[import-untyped]
 from scripted_provisioner import Harness
 
 from warmroute.config import ConfigError, NodeConfig, Scaling
-from warmroute.config.scaling_settings import RoleLimits
+from warmroute.config.scaling import RoleLimits
 from warmroute.scaling import keda
 from warmroute.scaling.keda import KedaScaler
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from scripted_provisioner import Clock, ScriptedProvisioner, running
 
-from warmroute.scaling.leader_lock import LeaderLock
+from warmroute.scaling.lease import LeaderLock
 
 
 async def test_only_one_of_two_processes_scales_and_the_other_succeeds_it(tmp_path: Path) -> None:

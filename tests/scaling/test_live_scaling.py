@@ -10,10 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from warmroute.demo.autoscaled_fleet import AutoscaledFleet, FleetOptions
-from warmroute.demo.child_processes import Children, free_port
-from warmroute.demo.scaling_demo import LoadPlan, ScalingDemo, ScalingResult
-from warmroute.demo.variable_load import VariableLoad
+from warmroute.lab.demo.part_scaling import (
+    AutoscaledFleet,
+    FleetOptions,
+    LoadPlan,
+    ScalingDemo,
+    ScalingResult,
+    VariableLoad,
+)
+from warmroute.lab.demo.processes import Children, free_port
 
 OPTIONS = FleetOptions(min_nodes=2, max_nodes=5)
 PLAN = LoadPlan(low_s=1.0, ramp_s=2.0, peak_s=2.0, timeout_s=90.0)

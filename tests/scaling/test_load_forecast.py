@@ -6,8 +6,7 @@ import msgspec
 import pytest
 from recorded_loads import recorded
 
-from warmroute.replay.planning.recorded_request import RecordedRequest
-from warmroute.replay.planning.recorded_traffic import MAX_CHANCE, forecast, recorded_until
+from warmroute.lab.planning.recorded_traffic import MAX_CHANCE, RecordedRequest, forecast, recorded_until
 
 MINUTES = 30
 

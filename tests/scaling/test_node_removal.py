@@ -9,10 +9,9 @@ import pytest
 from scripted_provisioner import Harness, ScriptedProvisioner, running
 
 from warmroute.config import NodeConfig, ProvisionerConfig
-from warmroute.fleet.health import HealthState
-from warmroute.fleet.node import Node, Outcome
-from warmroute.fleet.ticket import Ticket
-from warmroute.index.lookup import Lookup
+from warmroute.core.health import HealthState
+from warmroute.core.messages import Lookup, Outcome
+from warmroute.core.node import Node, Ticket
 from warmroute.scaling.node_lifecycle import LifecycleState
 from warmroute.scaling.provisioner import ProvisionerError
 

@@ -16,7 +16,7 @@ import pytest
 
 from warmroute.config import ConfigError, ProvisionerConfig, from_table
 from warmroute.config.section import keys_of
-from warmroute.scaling.offer import MAX_START_S, Offer, OfferValidator
+from warmroute.scaling.offers import MAX_START_S, Offer, OfferValidator
 from warmroute.scaling.provisioners import create_provisioner
 
 GOOD = Offer(provisioner="p", name="a", island="i", gpu="L4", usd_per_hour=1.0)

@@ -8,11 +8,9 @@ from itertools import pairwise
 import pytest
 from recorded_loads import NODE, plan_request
 
-from warmroute.replay.planning.fleet_replay import FleetReplay
-from warmroute.replay.planning.other_loads import OtherLoads
-from warmroute.replay.planning.recorded_request import RecordedRequest
-from warmroute.replay.planning.recorded_traffic import Sample, thinned
-from warmroute.replay.workloads.workload_prompt import Segments, WorkloadPrompt, segment_id
+from warmroute.lab.planning.fleet_replay import FleetReplay, OtherLoads
+from warmroute.lab.planning.recorded_traffic import RecordedRequest, Sample, thinned
+from warmroute.lab.workloads.workload_prompt import Segments, WorkloadPrompt, segment_id
 from warmroute.scaling.fleet_plan import NodeFigures
 
 TURNS, TURN_TOKENS, SYSTEM_TOKENS, BLOCK = 4, 640, 1280, 64

@@ -9,9 +9,9 @@ import pytest
 from fleet_views import offer, view
 
 from warmroute.config import IslandLimits, Objective, Scaling
-from warmroute.fleet.demand import DemandMeter, good_ttft_ms, share_within
-from warmroute.scaling.fleet_observer import FleetView
+from warmroute.core.demand import DemandMeter, good_ttft_ms, share_within
 from warmroute.scaling.fleet_plan import FleetPlan, ReplayedFleet
+from warmroute.scaling.observer import FleetView
 from warmroute.scaling.offer_selection import OfferSelector
 from warmroute.scaling.scaler import Scaler
 from warmroute.scaling.scaling_decision import ScalingDecision

@@ -13,12 +13,12 @@ import msgspec
 import pytest
 from recorded_loads import plan_request
 
-from warmroute.capture.trace_row import TraceRow
-from warmroute.replay.planning.process import USED_SHARE, Throttle, read_recorded, search
+from warmroute.core.trace_row import TraceRow
+from warmroute.lab.planning.search import USED_SHARE, Throttle, read_recorded, search
 from warmroute.scaling import recent_traffic
 from warmroute.scaling.fleet_plan import FleetPlan
-from warmroute.scaling.planning_process import PlanningProcess, PlanningTask
 from warmroute.scaling.recent_traffic import BLOCK_TOKENS, RecentTraffic, framed
+from warmroute.scaling.replay_planner import PlanningProcess, PlanningTask
 
 
 def lines(count: int, per_s: float = 6.0, tokens: int = 512, blocks: int = 8) -> bytes:
@@ -118,7 +118,7 @@ async def test_a_program_that_fails_is_a_reason(program: str, reason: str) -> No
 
 
 async def test_a_program_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("warmroute.scaling.planning_process.START_S", 0.3)
+    monkeypatch.setattr("warmroute.scaling.replay_planner.START_S", 0.3)
     command = (sys.executable, "-c", "import time; time.sleep(1000)")
     process, result = PlanningProcess(traffic(), 1.0, command), Result()
     process.start(plan_request(1, max_cpu_s=0.1), result)
@@ -150,7 +150,7 @@ def test_the_process_sleeps_until_it_has_taken_its_share(monkeypatch: pytest.Mon
 
 
 def test_a_process_that_may_take_a_whole_core_ends_with_its_router_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("warmroute.replay.planning.process.CHECK_S", 0.0)
+    monkeypatch.setattr("warmroute.lab.planning.search.CHECK_S", 0.0)
     Throttle(1.0, os.getppid()).pause()
     with pytest.raises(SystemExit, match="the router has ended"):
         Throttle(1.0, parent=-1).pause()
@@ -162,7 +162,7 @@ def test_a_process_without_its_router_ends() -> None:
 
 
 def test_the_task_and_the_traffic_become_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("warmroute.replay.planning.process.lower_priority", lambda _max_cpu_s: None)
+    monkeypatch.setattr("warmroute.lab.planning.search.lower_priority", lambda _max_cpu_s: None)
     recorded, share, recorded_ms = traffic().snapshot()
     assert share == 1.0
     task = PlanningTask(

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from warmroute.config import Config, Objective, Scaling
-from warmroute.fake_engine.profiles import profile
-from warmroute.replay import Setup, parse_policy
-from warmroute.replay.simulation.conditions import Conditions, NodeSpec
-from warmroute.replay.simulation.simulated_scaling import ScalingSetup, SimulatedOffer, SimulatedScaling
-from warmroute.replay.simulation.world import World
-from warmroute.replay.workloads.catalog import parse_workload
-from warmroute.scaling.offer import Offer
+from warmroute.lab.engine.timing import profile
+from warmroute.lab.replay_setup import parse_policy
+from warmroute.lab.run import Setup
+from warmroute.lab.simulated_node import Conditions, NodeSpec
+from warmroute.lab.simulated_scaling import ScalingSetup, SimulatedOffer, SimulatedScaling
+from warmroute.lab.workloads import parse_workload
+from warmroute.lab.world import World
+from warmroute.scaling.offers import Offer
 
 H200 = profile("h200-8b")
 

@@ -16,12 +16,12 @@ from support.raw_client import post
 from support.running_router import RunningRouter, router
 
 from warmroute.config import NodeConfig
-from warmroute.demo.child_processes import Children
-from warmroute.edge.node_client import NodeClient
-from warmroute.fleet.node import Node
-from warmroute.index.hot_prefixes import HotPrefix
-from warmroute.index.lookup import Lookup
-from warmroute.scaling.prewarm import PrefixPrefiller, completion_body
+from warmroute.core.hot_prefixes import HotPrefix
+from warmroute.core.messages import Lookup
+from warmroute.core.node import Node
+from warmroute.edge.connection_pool import NodeClient
+from warmroute.lab.demo.processes import Children
+from warmroute.scaling.control_loop import PrefixPrefiller, completion_body
 
 SMALL_MODEL = Path(__file__).parents[1] / "prompt" / "small-model"
 SHARED = list(range(100, 356))

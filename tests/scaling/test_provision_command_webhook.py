@@ -20,7 +20,7 @@ import pytest
 import uvloop
 
 from warmroute.config import ConfigError, ProvisionerConfig
-from warmroute.scaling.offer import Offer
+from warmroute.scaling.offers import Offer
 from warmroute.scaling.provisioner import (
     Machine,
     MachineState,

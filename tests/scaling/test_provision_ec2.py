@@ -12,9 +12,8 @@ from moto_server import IMAGE, Moto
 from scripted_provisioner import Harness
 
 from warmroute.config import ProvisionerConfig
-from warmroute.scaling.offer import Offer
-from warmroute.scaling.provisioner import Machine, MachineState, NoCapacity, ProvisionerError
-from warmroute.scaling.provisioner_client import ProvisionerClient
+from warmroute.scaling.offers import Offer
+from warmroute.scaling.provisioner import Machine, MachineState, NoCapacity, ProvisionerClient, ProvisionerError
 from warmroute.scaling.provisioners.ec2 import Ec2Provisioner
 
 EAST, WEST = "us-east-1", "us-west-2"

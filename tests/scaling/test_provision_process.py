@@ -19,7 +19,7 @@ import pytest
 from support.free_port import free_port
 
 from warmroute.config import ProvisionerConfig
-from warmroute.scaling.offer import Offer
+from warmroute.scaling.offers import Offer
 from warmroute.scaling.provisioner import Machine, MachineState, NoCapacity, ProvisionerError
 from warmroute.scaling.provisioners.process import TOKEN_VARIABLE, ProcessProvisioner
 

@@ -17,17 +17,17 @@ import pytest
 from scripted_provisioner import Harness, ScriptedProvisioner
 
 from warmroute.config import ConfigError, ProvisionerConfig
-from warmroute.scaling.offer import Offer
+from warmroute.scaling.offers import Offer
 from warmroute.scaling.provisioner import (
     TOKEN,
     Machine,
     MachineState,
     NoCapacity,
+    ProvisionerClient,
     ProvisionerError,
     ProvisionerTimeout,
     new_token,
 )
-from warmroute.scaling.provisioner_client import ProvisionerClient
 from warmroute.scaling.provisioners import skypilot
 from warmroute.scaling.provisioners.skypilot import SkyPilotProvisioner
 

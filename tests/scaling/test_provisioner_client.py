@@ -8,9 +8,8 @@ import msgspec
 import pytest
 from scripted_provisioner import Harness, ScriptedProvisioner
 
-from warmroute.scaling.offer import Offer
-from warmroute.scaling.provisioner import Machine, MachineState, ProvisionerError, ProvisionerTimeout
-from warmroute.scaling.provisioner_client import ProvisionerClient
+from warmroute.scaling.offers import Offer
+from warmroute.scaling.provisioner import Machine, MachineState, ProvisionerClient, ProvisionerError, ProvisionerTimeout
 
 
 async def test_a_machine_listed_twice_is_one_machine() -> None:
@@ -37,7 +36,7 @@ async def test_of_two_entries_for_a_machine_the_later_counts() -> None:
 
 async def test_machines_are_reported_while_offers_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     """The status reports spot notices."""
-    monkeypatch.setattr("warmroute.scaling.provisioner_client.OFFERS_WAIT_S", 0.05)
+    monkeypatch.setattr("warmroute.scaling.provisioner.OFFERS_WAIT_S", 0.05)
     provisioner = ScriptedProvisioner()
     provisioner.hangs.add("offers")
     machine = provisioner.create("t")

@@ -10,9 +10,8 @@ import pytest
 from recorded_loads import plan_request
 
 from warmroute.config import Objective, Scaling, ScalingReplay
-from warmroute.fleet.demand import DemandMeter
-from warmroute.scaling.fleet_plan import FleetPlan, PlanRequest, ReplayedFleet
-from warmroute.scaling.plan_request import CannotPlan
+from warmroute.core.demand import DemandMeter
+from warmroute.scaling.fleet_plan import CannotPlan, FleetPlan, PlanRequest, ReplayedFleet
 from warmroute.scaling.replay_planner import PREDICT_EVERY, ReplayPlanner
 
 INTERVAL_S = 100.0

@@ -8,12 +8,11 @@ import pytest
 from fleet_views import MS_PER_TOKEN, PREFILL_WORK, node, nodes, offer
 
 from warmroute.config import ConfigError, Objective, Scaling, from_table
-from warmroute.config.scaling_settings import Pool, RoleLimits
-from warmroute.fleet.demand import COUNTERS, TIME_BOUNDS_MS, DemandMeter
-from warmroute.scaling.fleet_observer import FleetView, NodeView, PoolSample, Sample, WindowMetrics
-from warmroute.scaling.metric_windows import MetricWindows
+from warmroute.config.scaling import Pool, RoleLimits
+from warmroute.core.demand import COUNTERS, TIME_BOUNDS_MS, DemandMeter
+from warmroute.scaling.autoscaler import RolePools, has_pools
+from warmroute.scaling.observer import FleetView, MetricWindows, NodeView, PoolSample, Sample, WindowMetrics
 from warmroute.scaling.offer_selection import OfferSelector
-from warmroute.scaling.role_pools import RolePools, has_pools
 from warmroute.scaling.scaling_decision import PaidNode, ScalingDecision
 
 SPAN_S = 60.0

@@ -17,10 +17,9 @@ import pytest
 from support.polling import until
 
 from warmroute.config import ConfigError, ProvisionerConfig, from_table
-from warmroute.demo.child_processes import free_port
-from warmroute.scaling.provisioner import MachineState, NoCapacity, Provisioner
+from warmroute.lab.demo.processes import free_port
+from warmroute.scaling.provisioner import MachineState, NoCapacity, Provisioner, child_environment
 from warmroute.scaling.provisioners import create_provisioner
-from warmroute.scaling.provisioners.child_environment import child_environment
 
 SAMPLE = Path(__file__).parents[2] / "examples" / "provisioner.py"
 ENGINE = f"{shlex.quote(sys.executable)} -m http.server {{port}} --bind 127.0.0.1"

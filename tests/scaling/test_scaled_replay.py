@@ -11,22 +11,21 @@ from typing import Any
 
 import pytest
 
-from warmroute.cli.main import main
+from warmroute.app.main import main
 from warmroute.config import Config, Scaling
-from warmroute.fake_engine.core.step_timing import Timing
-from warmroute.fake_engine.profiles import Profile
-from warmroute.replay import Setup, parse_policy, replay
-from warmroute.replay.peers.scalers import Hpa, Threshold
-from warmroute.replay.report.table import columns, number, paid_gpu_hours
-from warmroute.replay.simulation.conditions import Conditions, Island, NodeSpec
-from warmroute.replay.simulation.simulated_scaling import ScalingSetup, SimulatedOffer, SimulatedScaling
-from warmroute.replay.simulation.world import World
-from warmroute.replay.summary import scaling_summary, summary
-from warmroute.replay.workloads.arrivals import DEPTH, follow_daily_curve
-from warmroute.replay.workloads.catalog import parse_workload
-from warmroute.replay.workloads.workload_prompt import Segments, WorkloadPrompt, segment_id
+from warmroute.lab.engine.timing import Profile, Timing
+from warmroute.lab.peers.scalers import Hpa, Threshold
+from warmroute.lab.replay_setup import parse_policy
+from warmroute.lab.report import columns, number, paid_gpu_hours
+from warmroute.lab.run import Setup, replay
+from warmroute.lab.simulated_node import Conditions, Island, NodeSpec
+from warmroute.lab.simulated_scaling import ScalingSetup, SimulatedOffer, SimulatedScaling
+from warmroute.lab.summary import scaling_summary, summary
+from warmroute.lab.workloads import DEPTH, follow_daily_curve, parse_workload
+from warmroute.lab.workloads.workload_prompt import Segments, WorkloadPrompt, segment_id
+from warmroute.lab.world import World
 from warmroute.scaling.node_lifecycle import LifecycleEvent, ManagedNode
-from warmroute.scaling.offer import Offer
+from warmroute.scaling.offers import Offer
 
 # A prefill takes 1 ms per token, a decode step 10 ms: a node serves about one request of 500 tokens per second.
 PLAIN = Profile(

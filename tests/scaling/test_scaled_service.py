@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 from support.running_router import quick_table
 
+from warmroute.app.service import Service
 from warmroute.config import Config, ConfigError, NodeConfig, from_table
-from warmroute.prompt.routing_request import RoutingRequest
-from warmroute.routing.routing_errors import NoNodeAvailable, UnknownModel
-from warmroute.scaling.file_lease import FileLease
-from warmroute.scaling.leader_lock import LeaderLock
+from warmroute.core.messages import RoutingRequest
+from warmroute.core.rejections import NoNodeAvailable, UnknownModel
+from warmroute.scaling.lease import FileLease, LeaderLock
 from warmroute.scaling.scaling_service import ScalingService
-from warmroute.service import Service
 
 WAIT_S = 77.0
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from warmroute.config import Hours, IslandLimits
-from warmroute.scaling.fleet_observer import FleetView, NodeView, WindowMetrics
+from warmroute.scaling.observer import FleetView, NodeView, WindowMetrics
 from warmroute.scaling.scaling_decision import PaidNode
 
 NOON_ON_A_MONDAY_S = 4 * 86_400 + 12 * 3600.0

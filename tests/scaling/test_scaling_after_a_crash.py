@@ -61,7 +61,7 @@ class Place:
         self.command: tuple[str, ...] = (
             sys.executable,
             "-m",
-            "warmroute.cli.main",
+            "warmroute.app.main",
             "engine",
             "--port",
             "{port}",

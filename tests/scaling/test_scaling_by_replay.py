@@ -7,27 +7,21 @@ from random import Random
 
 import pytest
 
-from warmroute.cli.main import main
+from warmroute.app.main import main
 from warmroute.config import Config, Objective, Scaling, ScalingReplay
-from warmroute.fake_engine.core.step_timing import Timing
-from warmroute.fake_engine.profiles import Profile
-from warmroute.replay import parse_policy
-from warmroute.replay.peers.scalers import Keda
-from warmroute.replay.planning.simulated_planning import SimulatedPlanning
-from warmroute.replay.run import Setup
-from warmroute.replay.simulation.conditions import Conditions, Island, NodeSpec
-from warmroute.replay.simulation.simulated_scaling import (
-    CreateDecisionMaker,
-    ScalingSetup,
-    SimulatedOffer,
-    SimulatedScaling,
-)
-from warmroute.replay.simulation.world import World
-from warmroute.replay.sizing import Limits, nodes_needed
-from warmroute.replay.summary import summary
-from warmroute.replay.workloads.catalog import Generated
-from warmroute.replay.workloads.workload_prompt import Segments, WorkloadPrompt, segment_id
-from warmroute.scaling.offer import Offer
+from warmroute.lab.engine.timing import Profile, Timing
+from warmroute.lab.peers.scalers import Keda
+from warmroute.lab.planning.search import SimulatedPlanning
+from warmroute.lab.replay_setup import parse_policy
+from warmroute.lab.run import Setup
+from warmroute.lab.simulated_node import Conditions, Island, NodeSpec
+from warmroute.lab.simulated_scaling import CreateDecisionMaker, ScalingSetup, SimulatedOffer, SimulatedScaling
+from warmroute.lab.sizing import Limits, nodes_needed
+from warmroute.lab.summary import summary
+from warmroute.lab.workloads import Generated
+from warmroute.lab.workloads.workload_prompt import Segments, WorkloadPrompt, segment_id
+from warmroute.lab.world import World
+from warmroute.scaling.offers import Offer
 
 # A prefill takes 1 ms per token, a decode step 10 ms: a node serves almost two requests of 500 tokens per second.
 PLAIN = Profile(

@@ -21,9 +21,9 @@ from support.raw_client import chat, post
 from support.running_router import RunningRouter, router
 
 from warmroute.config import ProvisionerConfig
-from warmroute.demo.child_processes import Children
+from warmroute.lab.demo.processes import Children
 from warmroute.scaling import scaling_service
-from warmroute.scaling.offer import Offer
+from warmroute.scaling.offers import Offer
 from warmroute.scaling.provisioner import Machine, MachineState
 from warmroute.scaling.provisioners.ec2 import Ec2Provisioner
 

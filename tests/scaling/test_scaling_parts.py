@@ -23,28 +23,21 @@ from warmroute.config import (
     Scaling,
     from_table,
 )
-from warmroute.fleet.demand import COUNTERS, TIME_BOUNDS_MS, DemandMeter, percentile_ms
-from warmroute.fleet.fleet import Fleet
-from warmroute.fleet.island_registry import IslandRegistry
-from warmroute.index.cache_view import CacheView
-from warmroute.index.hot_prefixes import MAX_COUNTS, MAX_EXAMPLES, HotPrefixes
-from warmroute.index.lookup import Lookup
+from warmroute.core.cache_view import CacheView
+from warmroute.core.demand import COUNTERS, TIME_BOUNDS_MS, DemandMeter, percentile_ms
+from warmroute.core.fleet import Fleet
+from warmroute.core.hot_prefixes import MAX_COUNTS, MAX_EXAMPLES, HotPrefixes
+from warmroute.core.islands import IslandRegistry
+from warmroute.core.messages import Lookup
 from warmroute.scaling import node_lifecycle, offer_selection
 from warmroute.scaling.autoscaler import Autoscaler
 from warmroute.scaling.capacity import Demand, FleetSize, GpuSpeeds, ScalingInputs, size_of
-from warmroute.scaling.fleet_observer import FleetObserver, Sample, WindowMetrics
-from warmroute.scaling.metric_windows import MetricWindows
-from warmroute.scaling.node_lifecycle import (
-    PENDING_STATES,
-    LifecycleEvent,
-    LifecycleState,
-    ManagedNode,
-    ManagedNodes,
-)
+from warmroute.scaling.node_lifecycle import PENDING_STATES, LifecycleEvent, LifecycleState, ManagedNode, ManagedNodes
+from warmroute.scaling.observer import FleetObserver, MetricWindows, Sample, WindowMetrics
 from warmroute.scaling.offer_selection import OfferSelector
-from warmroute.scaling.scale_down import rank_candidates
 from warmroute.scaling.scaler import scheduled_min_nodes
 from warmroute.scaling.scaling_decision import PaidNode
+from warmroute.scaling.thresholds import rank_candidates
 
 CONFIG = Scaling(enabled=True)
 

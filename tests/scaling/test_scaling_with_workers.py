@@ -16,8 +16,8 @@ from support.serve_process import ServeProcess, serve
 from test_scaling_after_a_crash import PATIENCE_S, Place, admin, nothing_left_of, scaling, until_serving
 
 from warmroute.config import ConfigError
-from warmroute.scaling.file_lease import FileLease
 from warmroute.scaling.keda import SERVICE, messages
+from warmroute.scaling.lease import FileLease
 
 WORKERS = ("--workers", "2")
 

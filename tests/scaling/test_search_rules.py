@@ -9,9 +9,9 @@ import pytest
 from recorded_loads import NODE, plan_request, recorded
 
 from warmroute.config import Objective
-from warmroute.replay.planning import fleet_search
+from warmroute.lab.planning import search
 from warmroute.scaling.fleet_plan import FleetNode, FleetPlan, OfferedNode, ReplayedFleet, judged_excess, mean_of
-from warmroute.scaling.offer import OfferKey
+from warmroute.scaling.offers import OfferKey
 
 TRAFFIC = recorded(per_s=6.0, seconds=80.0)
 OBJECTIVE = Objective(ttft_p90_ms=2000.0)
@@ -47,8 +47,8 @@ def plan(monkeypatch: pytest.MonkeyPatch) -> Any:
                     excess=excess,
                 )  # fmt: skip
 
-        monkeypatch.setattr(fleet_search, "FleetReplay", Replays)
-        return fleet_search.plan_fleet(plan_request(nodes, **more), TRAFFIC, TRAFFIC[-1].at_ms), asked
+        monkeypatch.setattr(search, "FleetReplay", Replays)
+        return search.plan_fleet(plan_request(nodes, **more), TRAFFIC, TRAFFIC[-1].at_ms), asked
 
     return run
 

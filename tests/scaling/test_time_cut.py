@@ -8,13 +8,11 @@ from random import Random
 import pytest
 from recorded_loads import NODE, plan_request, recorded
 
-from warmroute.replay.planning import fleet_search
-from warmroute.replay.planning.fleet_search import plan_fleet
-from warmroute.replay.planning.other_loads import OtherLoads
-from warmroute.replay.planning.recorded_request import RecordedRequest
-from warmroute.replay.planning.recorded_traffic import MIN_MEASURED_SHARE, thinned
-from warmroute.replay.planning.time_cut import cut
-from warmroute.replay.workloads.workload_prompt import Segments, WorkloadPrompt, segment_id
+from warmroute.lab.planning import search
+from warmroute.lab.planning.fleet_replay import OtherLoads
+from warmroute.lab.planning.recorded_traffic import MIN_MEASURED_SHARE, RecordedRequest, cut, thinned
+from warmroute.lab.planning.search import plan_fleet
+from warmroute.lab.workloads.workload_prompt import Segments, WorkloadPrompt, segment_id
 from warmroute.scaling.fleet_plan import FleetPlan, NodeFigures, OfferedNode
 
 WINDOW_S, TURNS, GAP_S = 450.0, 8, 15.0
@@ -58,10 +56,10 @@ def test_a_part_of_the_traffic_has_the_hits_of_the_whole() -> None:
 def test_a_replay_has_more_requests_only_where_the_usual_ones_cover_too_little_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(fleet_search, "USUAL_REQUESTS", 1000)
+    monkeypatch.setattr(search, "USUAL_REQUESTS", 1000)
     usual, larger = plan_chats(1000), plan_chats(100_000)
     assert (larger.measured_s, larger.replayed_requests) == (usual.measured_s, usual.replayed_requests)
-    monkeypatch.setattr(fleet_search, "USUAL_REQUESTS", 150)
+    monkeypatch.setattr(search, "USUAL_REQUESTS", 150)
     assert plan_chats(150).skipped
     enough = plan_chats(1000)
     assert not enough.skipped and enough.measured_s == usual.measured_s

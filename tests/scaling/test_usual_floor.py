@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from warmroute.scaling.usual_floor import ASSUMED, UsualFloor
+from warmroute.scaling.replay_planner import ASSUMED, UsualFloor
 
 LIMIT_MS = 2000.0
 WINDOW_S = 1800.0

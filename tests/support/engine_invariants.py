@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from warmroute.fake_engine.core import EngineCore
-from warmroute.fake_engine.core.block_pool import BlockPool
-from warmroute.fake_engine.core.sequence import State
+from warmroute.lab.engine.blocks import BlockPool
+from warmroute.lab.engine.core import EngineCore
+from warmroute.lab.engine.values import State
 
 
 def check_engine(engine: EngineCore) -> None:

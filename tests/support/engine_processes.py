@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 import zmq
 
-from warmroute.demo.child_processes import Child, Children
-from warmroute.fake_engine.core import EventBatch, KvEvent
+from warmroute.lab.demo.processes import Child, Children
+from warmroute.lab.engine.blocks import EventBatch, KvEvent
 
 BLOCK = 16
 

@@ -15,14 +15,14 @@ import grpc
 from support.polling import until
 from support.running_router import count_up, quick_table
 from support.scripted_engine import BlackHole, ScriptedEngine
-from warmroute.cli.picker import picker_factory
+from warmroute.app.commands.serve import picker_factory
+from warmroute.app.service import Service
 from warmroute.config import from_table
-from warmroute.picker import ext_proc, messages
-from warmroute.picker.exchange import PickerExchange
-from warmroute.picker.ext_proc import BUFFERED, NONE, STREAMED
-from warmroute.picker.ext_proc import FULL_DUPLEX_STREAMED as DUPLEX
-from warmroute.picker.server import PickerServer
-from warmroute.service import Service
+from warmroute.edge.envoy import ext_proc
+from warmroute.edge.envoy.ext_proc import BUFFERED, NONE, STREAMED
+from warmroute.edge.envoy.ext_proc import FULL_DUPLEX_STREAMED as DUPLEX
+from warmroute.edge.envoy.server import PickerServer
+from warmroute.edge.envoy.stream import PickerExchange
 
 MODES = {"buffered": BUFFERED, "duplex": DUPLEX, "streamed": STREAMED, "none": NONE}
 
@@ -93,8 +93,8 @@ class FakeEnvoy:
             message.protocol_config.response_body_mode = self.response_mode
             message.protocol_config.send_body_without_waiting_for_header_response = self.mode == STREAMED
         if subset is not None:
-            hint = message.metadata_context.filter_metadata[messages.SUBSET_NAMESPACE]
-            hint[messages.SUBSET] = subset if isinstance(subset, str) else list(subset)
+            hint = message.metadata_context.filter_metadata[ext_proc.SUBSET_NAMESPACE]
+            hint[ext_proc.SUBSET] = subset if isinstance(subset, str) else list(subset)
         await self.call.write(message)
         if body is None:
             return
@@ -138,8 +138,8 @@ class FakeEnvoy:
         mutation = common.header_mutation
         answer.headers = {one.header.key: one.header.raw_value.decode() for one in mutation.set_headers}
         answer.removed = list(mutation.remove_headers)
-        answer.endpoints = answer.headers[messages.DESTINATION].split(",")
-        answer.metadata = first.dynamic_metadata["envoy.lb"][messages.DESTINATION]
+        answer.endpoints = answer.headers[ext_proc.DESTINATION].split(",")
+        answer.metadata = first.dynamic_metadata["envoy.lb"][ext_proc.DESTINATION]
         assert common.clear_route_cache
         return answer
 
@@ -151,7 +151,7 @@ class FakeEnvoy:
             if message.HasField("request_trailers"):
                 return body
             chunk = message.request_body.response.body_mutation.streamed_response
-            assert len(chunk.body) <= messages.MAX_CHUNK_BYTES
+            assert len(chunk.body) <= ext_proc.MAX_CHUNK_BYTES
             body += bytes(chunk.body)
             if chunk.end_of_stream:
                 return body
@@ -167,7 +167,7 @@ class FakeEnvoy:
         fields |= {name.replace("_", "-"): value for name, value in headers.items()}
         message = headers_message("response_headers", fields, end=False)
         if served:
-            message.metadata_context.filter_metadata["envoy.lb"][messages.SERVED] = served
+            message.metadata_context.filter_metadata["envoy.lb"][ext_proc.SERVED] = served
         await self.call.write(message)
         assert (await self.read()).HasField("response_headers")
         return await self.show(*pieces, end=end)
@@ -208,7 +208,7 @@ class RunningPicker:
 
     def stream(self, mode: str = "buffered", responses: str = "streamed", channel: Any = None) -> FakeEnvoy:
         process = (channel or self.channel).stream_stream(
-            f"/{messages.SERVICE}/Process",
+            f"/{ext_proc.SERVICE}/Process",
             request_serializer=ext_proc.ProcessingRequest.SerializeToString,
             response_deserializer=ext_proc.ProcessingResponse.FromString,
         )

@@ -11,10 +11,10 @@ from typing import Any
 from support.polling import until
 from support.raw_client import RawConnection, Response, post
 from support.scripted_engine import BlackHole, ScriptedEngine
+from warmroute.app.service import Service
 from warmroute.config import Config, from_table
+from warmroute.core.node import Node
 from warmroute.edge.exchange import ProxyExchange
-from warmroute.fleet.node import Node
-from warmroute.service import Service
 
 QUICK: dict[str, dict[str, Any]] = {
     "listen": {"port": 0},

@@ -16,12 +16,13 @@ from urllib.parse import urlsplit
 import msgspec
 
 from warmroute.edge.async_handler import Request, Responder
-from warmroute.fake_engine.core import BlockRemoved, BlockStored, EngineConfig, KvEvent
-from warmroute.fake_engine.profiles import profile
-from warmroute.fake_engine.server import engine_server, metrics_page
-from warmroute.fake_engine.server.engine_server import EngineServer, ServerConfig
-from warmroute.fake_engine.server.kv_event_publisher import EventPublisher
-from warmroute.fake_engine.server.model_tokenizer import ModelTokenizer
+from warmroute.lab.engine import metrics_page, server
+from warmroute.lab.engine.blocks import BlockRemoved, BlockStored, KvEvent
+from warmroute.lab.engine.rank import EventPublisher
+from warmroute.lab.engine.server import EngineServer, ServerConfig
+from warmroute.lab.engine.timing import profile
+from warmroute.lab.engine.tokenizers import ModelTokenizer
+from warmroute.lab.engine.values import EngineConfig
 
 METRICS = {
     "vllm:num_requests_running": "sglang:num_running_reqs",
@@ -115,7 +116,7 @@ def main() -> None:
         events_port=urlsplit(events["endpoint"].replace("*", "a")).port,
         replay_port=urlsplit(events["replay_endpoint"].replace("*", "a")).port,
     )  # fmt: skip
-    setattr(engine_server, "EventPublisher", Publisher)  # noqa: B010
+    setattr(server, "EventPublisher", Publisher)  # noqa: B010
 
     async def serve() -> None:
         await SglangEngine(config, flags).serve_until_signal()

@@ -14,11 +14,10 @@ from support.polling import until
 from support.running_router import router
 from support.scripted_engine import ScriptedEngine, engines
 
+from warmroute.app import alert_webhook, process
+from warmroute.app.alert_webhook import MAX_QUEUED, MAX_SENT, AlertWebhook, ChangedAlerts, create_webhook
+from warmroute.app.startup import check_startup
 from warmroute.config import Alerts, ConfigError, from_table, keys_needing_restart
-from warmroute.service import periodic_tasks
-from warmroute.service.startup_checks import check_startup
-from warmroute.telemetry import alert_webhook
-from warmroute.telemetry.alert_webhook import MAX_QUEUED, MAX_SENT, AlertWebhook, ChangedAlerts, create_webhook
 
 PATH = "/hook/T0P-SECRET-PATH?token=also-secret"
 
@@ -57,8 +56,8 @@ def bodies(receiver: ScriptedEngine) -> list[dict[str, Any]]:
 
 
 async def test_an_alert_of_a_router_is_sent_when_it_begins_and_when_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(periodic_tasks, "ALERTS_S", 0.1)
-    monkeypatch.setattr(periodic_tasks, "FINE_S", 0.1)
+    monkeypatch.setattr(process, "ALERTS_S", 0.1)
+    monkeypatch.setattr(process, "FINE_S", 0.1)
     monkeypatch.setenv("HOOK_SECRET", "Bearer t0ken")
     async with engines(2) as [engine, receiver]:
         alerts = {"webhook_url": f"http://127.0.0.1:{receiver.port}{PATH}", "webhook_secret_env": "HOOK_SECRET"}

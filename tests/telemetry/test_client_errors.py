@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from warmroute.telemetry.alerts import Alerts
-from warmroute.telemetry.client_errors import MANY, TRACKED, WINDOW_S, ClientErrors, HeavyHitters
+from warmroute.app.alerts import Alerts
+from warmroute.edge.client_errors import MANY, TRACKED, WINDOW_S, ClientErrors, HeavyHitters
 
 
 @given(st.lists(st.sampled_from("aaaaaaaabbbbccddefghijklmnopqrstuvwxyz"), max_size=400), st.integers(1, 8))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from warmroute.telemetry.combined_metrics import CombinedMetrics, parse_page
+from warmroute.app.workers.combined_metrics import CombinedMetrics, parse_page
 
 
 def page(requests: int, in_flight: int, kv_usage: float, engine_hits: int, buckets: tuple[int, int]) -> bytes:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from warmroute._kernel import RouteTraffic
+from warmroute.app.alerts import KEEP_ENDED_S, LASTING_S, MAX_DOWN, MAX_ENDED, MIN_ANSWERS, Alert, Alerts, FleetAlerts
+from warmroute.app.history import COARSE_POINTS, FINE_POINTS, WINDOW_S, History, ScalingChange
 from warmroute.config import Health, Index, NodeConfig
-from warmroute.fleet.fleet import Fleet
-from warmroute.index.cache_view import CacheView
-from warmroute.telemetry.alerts import KEEP_ENDED_S, MAX_ENDED, Alert, Alerts
-from warmroute.telemetry.counters import Counters
-from warmroute.telemetry.fleet_alerts import LASTING_S, MAX_DOWN, MIN_ANSWERS, FleetAlerts
-from warmroute.telemetry.history import COARSE_POINTS, FINE_POINTS, WINDOW_S, History, ScalingChange
-from warmroute.telemetry.traffic import RouteTraffic, Traffic
+from warmroute.core.cache_view import CacheView
+from warmroute.core.fleet import Fleet
+from warmroute.core.traffic import Counters, Traffic
 
 
 class Setting:

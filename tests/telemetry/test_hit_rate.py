@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from warmroute.telemetry.hit_rate import ADAPT_S, CHECK_S, HitRate, Totals
+from warmroute.app.hit_rate import ADAPT_S, CHECK_S, HitRate, Totals
 
 Share = Callable[[Random, float], float]
 

@@ -8,21 +8,17 @@ from random import Random
 
 import pytest
 
+from warmroute._kernel import RouteTraffic
+from warmroute.app.alerts import Alert, Alerts
+from warmroute.app.hit_rate import CacheChanges, Causes, HitRateAlerts
+from warmroute.app.metrics.page import HitRateMetrics, MetricsPage
+from warmroute.app.prompt_doctor import PromptDoctor, RouteReport
+from warmroute.app.prompt_doctor.findings import Excerpt, Finding, PromptChange
 from warmroute.config import Health, Index, NodeConfig
-from warmroute.fleet.fleet import Fleet
-from warmroute.index.cache_view import CacheView
-from warmroute.index.lookup import Lookup
-from warmroute.prompt_doctor.findings import Excerpt, Finding
-from warmroute.prompt_doctor.prompt_changes import PromptChange
-from warmroute.prompt_doctor.prompt_doctor import PromptDoctor, RouteReport
-from warmroute.telemetry.alerts import Alert, Alerts
-from warmroute.telemetry.cache_changes import CacheChanges
-from warmroute.telemetry.counters import Counters
-from warmroute.telemetry.hit_rate_alerts import HitRateAlerts
-from warmroute.telemetry.hit_rate_causes import Causes
-from warmroute.telemetry.hit_rate_metrics import HitRateMetrics
-from warmroute.telemetry.prometheus import MetricsPage
-from warmroute.telemetry.traffic import RouteTraffic, Traffic
+from warmroute.core.cache_view import CacheView
+from warmroute.core.fleet import Fleet
+from warmroute.core.messages import Lookup
+from warmroute.core.traffic import Counters, Traffic
 
 KEY = ("m", "chat")
 CAPACITY = 64_000

@@ -7,11 +7,10 @@ import asyncio
 import pytest
 from support.polling import until
 
-from warmroute.telemetry.exposition import PAUSE_LINES, MergedBuckets, MetricLines, Pauses
-from warmroute.telemetry.loop_delay import WINDOW_S, LoopDelay
-from warmroute.telemetry.metric_definitions import BUILD_INFO
-from warmroute.telemetry.scrape import accepts_gzip
-from warmroute.telemetry.traffic import TIME_BOUNDS_MS
+from warmroute._kernel import TIME_BOUNDS_MS
+from warmroute.app.metrics import BUILD_INFO
+from warmroute.app.metrics.exposition import PAUSE_LINES, MergedBuckets, MetricLines, Pauses, accepts_gzip
+from warmroute.app.process import WINDOW_S, LoopDelay
 
 
 def test_the_longest_delay_is_kept_for_one_to_two_minutes_however_often_somebody_asks() -> None:

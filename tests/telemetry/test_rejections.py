@@ -6,13 +6,12 @@ import re
 
 import pytest
 
+from warmroute.app.alerts import _ADVICE, Alerts, Rejections
 from warmroute.config import tables
 from warmroute.config.section import keys_of
-from warmroute.routing import routing_errors
-from warmroute.routing.routing_errors import NotAdmitted
-from warmroute.telemetry.alerts import Alerts
-from warmroute.telemetry.counters import Counters
-from warmroute.telemetry.rejections import _ADVICE, Rejections
+from warmroute.core import rejections
+from warmroute.core.rejections import NotAdmitted
+from warmroute.core.traffic import Counters
 
 
 def reject(counters: Counters, reason: str, count: int, tenant: str = "", priority: int = 1) -> None:
@@ -77,7 +76,7 @@ def test_the_log_has_at_most_one_line_a_minute_for_each_reason(caplog: pytest.Lo
 
 
 def test_each_reason_has_a_sentence_that_names_a_setting_that_exists() -> None:
-    kinds = [kind for kind in vars(routing_errors).values() if isinstance(kind, type) and issubclass(kind, NotAdmitted)]
+    kinds = [kind for kind in vars(rejections).values() if isinstance(kind, type) and issubclass(kind, NotAdmitted)]
     reasons = {kind.__dict__["reason"] for kind in kinds if kind.__dict__.get("reason")}
     reasons |= {"deadline_ttft", "deadline_total", "requests_per_min", "tokens_per_min"}
     assert set(_ADVICE) == reasons

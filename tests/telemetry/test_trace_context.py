@@ -12,12 +12,11 @@ from hypothesis import strategies as st
 from opentelemetry import trace
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+from warmroute._kernel import RequestHead
 from warmroute.config import Tracing as TracingConfig
-from warmroute.edge.http1 import RequestHead, read_request_head
-from warmroute.telemetry.counters import Counters
-from warmroute.telemetry.tracing.request_trace import EndedTrace, RequestTrace
-from warmroute.telemetry.tracing.trace_context import read_context, read_traceparent
-from warmroute.telemetry.tracing.tracing import Tracing
+from warmroute.core.traffic import Counters
+from warmroute.edge.http1 import read_request_head
+from warmroute.edge.trace_context import EndedTrace, RequestTrace, Tracing, read_context, read_traceparent
 
 VALID = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 UNSAMPLED = VALID[:-1] + "0"

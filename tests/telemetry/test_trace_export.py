@@ -18,13 +18,12 @@ from support.raw_client import post
 from support.running_router import RunningRouter, router
 from support.scripted_engine import engines
 
+from warmroute.app import tracing as trace_exporter
+from warmroute.app.startup import check_startup
+from warmroute.app.tracing import MAX_QUEUED, TraceExporter, create_tracing
 from warmroute.config import ConfigError, from_table, keys_needing_restart
-from warmroute.service.startup_checks import check_startup
-from warmroute.telemetry.counters import Counters
-from warmroute.telemetry.tracing import trace_exporter
-from warmroute.telemetry.tracing.create import create_tracing
-from warmroute.telemetry.tracing.request_trace import EndedTrace
-from warmroute.telemetry.tracing.trace_exporter import MAX_QUEUED, TraceExporter
+from warmroute.core.traffic import Counters
+from warmroute.edge.trace_context import EndedTrace
 
 CLIENT_CONTEXT = "traceparent: 00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
@@ -247,8 +246,8 @@ def _python(code: str) -> str:
 
 def test_off_opentelemetry_is_not_imported() -> None:
     code = (
-        "import sys; from warmroute.config import Config; from warmroute.service import Service; "
-        "from warmroute.service.startup_checks import check_startup; check_startup(Config()); Service(Config); "
+        "import sys; from warmroute.config import Config; from warmroute.app.service import Service; "
+        "from warmroute.app.startup import check_startup; check_startup(Config()); Service(Config); "
         "print([name for name in sys.modules if name.startswith('opentelemetry')])"
     )
     assert _python(code).strip() == "[]"
@@ -259,6 +258,6 @@ def test_a_missing_extra_is_named_with_the_command(tmp_path: Path) -> None:
     file.write_text("[tracing]\nenabled = true\n")
     code = (
         "import sys; sys.modules['opentelemetry.sdk'] = None; sys.modules['opentelemetry.exporter'] = None; "
-        f"from warmroute.cli.main import main; sys.exit(main(['serve', '--config', {str(file)!r}]))"
+        f"from warmroute.app.main import main; sys.exit(main(['serve', '--config', {str(file)!r}]))"
     )
     assert "pip install '.[otel]'" in _python(code)

@@ -17,7 +17,7 @@ from support.raw_client import chat, post
 from support.running_router import router
 from support.scripted_engine import engines
 
-from warmroute.telemetry.tracing import trace_exporter
+from warmroute.app import tracing as trace_exporter
 
 TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 SAMPLED = f"traceparent: 00-{TRACE_ID}-{PARENT_ID}-01"

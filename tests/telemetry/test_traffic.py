@@ -10,28 +10,26 @@ from warmroute._kernel import (
     EXACT_ESTIMATES,
     MAX_COUNTED_TOKENS,
     SAMPLED_HITS,
+    TIME_BOUNDS_MS,
     Hit,
+    RouteTraffic,
+    TokenTraffic,
     TrafficRecorder,
 )
-from warmroute.fleet.node import Node
-from warmroute.fleet.prefill_work import work
-from warmroute.fleet.ticket import Ticket
-from warmroute.index.lookup import Lookup
-from warmroute.prompt.routing_request import RoutingRequest
-from warmroute.routing.attempts import Attempts, Usage
-from warmroute.routing.dispatcher import Dispatcher
-from warmroute.routing.routing_errors import RoutingError
-from warmroute.telemetry.counters import Counters
-from warmroute.telemetry.popular_prefixes import REFRESH_S
-from warmroute.telemetry.traffic import (
+from warmroute.core.brain import Dispatcher
+from warmroute.core.calls import Attempts, Usage
+from warmroute.core.hot_prefixes import REFRESH_S
+from warmroute.core.messages import Lookup, RoutingRequest
+from warmroute.core.node import Node, Ticket
+from warmroute.core.prefill_work import work
+from warmroute.core.rejections import RoutingError
+from warmroute.core.traffic import (
     MAX_NODES,
     MAX_RECORDERS,
     MAX_ROUTES,
     MAX_TENANTS,
     OTHER,
-    TIME_BOUNDS_MS,
-    RouteTraffic,
-    TokenTraffic,
+    Counters,
     Traffic,
     time_percentile,
 )

@@ -22,9 +22,9 @@ from support.raw_client import Response, chat, post
 from support.running_router import RunningRouter, router
 from support.scripted_engine import ScriptedEngine, engines
 
-from warmroute.edge.api_keys import hash_key
-from warmroute.fleet.engine_rates import EngineCounters, EngineRates
-from warmroute.telemetry.traffic import RouteTraffic, TokenTraffic
+from warmroute._kernel import RouteTraffic, TokenTraffic
+from warmroute.core.node import EngineCounters, EngineRates
+from warmroute.edge.arrival import hash_key
 
 LONG = chat(content="word " * 2000)
 USAGE = {"prompt_tokens": 2000, "completion_tokens": 50, "prompt_tokens_details": {"cached_tokens": 1500}}

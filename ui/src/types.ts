@@ -1,4 +1,4 @@
-// The JSON of GET /admin/live (src/warmroute/console/live_snapshot.py).
+// The JSON of GET /admin/live (src/warmroute/app/live_page.py).
 
 export interface Sums {
   seconds: number;

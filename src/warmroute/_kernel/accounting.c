@@ -4,7 +4,7 @@
  * The rules:
  * - A ticket is opened once and released once. When it is released, it takes back whatever it added to its node's figures.
  * - Each formula is the one in tests/accounting_reference.py, operation by operation, so that results are equal bit by bit.
- *   fleet/node_speed.py and fleet/decode_speed.py explain them.
+ *   core/speeds.py and core/speeds.py explain them.
  * - Where an answer is not streamed, nobody sees its first token. Its ticket is in a list of its node, in the order in which
  *   prefills are due, until its prefill is assumed to be done.
  */

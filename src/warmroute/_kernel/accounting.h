@@ -5,7 +5,7 @@
 
 #include "kernel.h"
 
-/* fleet/node_speed.py inherits from it. */
+/* core/speeds.py inherits from it. */
 typedef struct {
     PyObject_HEAD
     double ms_per_token;                            /* of prefill, as prices use it */
@@ -16,7 +16,7 @@ typedef struct {
     double learned_ms_per_token;                    /* ms_per_token, unless that is replaced */
     double long_work, long_ms;                      /* moving means of lone prefills that take several steps */
     double step_ms;                                 /* a decode step that no prefill interrupts; 0: unknown */
-    /* What fleet/speed_review.py judges it by. */
+    /* What core/speeds.py judges it by. */
     double lone_work, lone_ms, lone_xx, lone_xy;    /* moving means and covariances of lone prefills */
     double early_share;                             /* of answers whose first token came sooner than a step allows */
     Py_ssize_t answers, lone_prefills, timed_answers, long_prefills;
@@ -24,7 +24,7 @@ typedef struct {
     PyObject *first_tokens;                         /* the FirstTokenOrder that keeps them until they are learned; NULL: each at once */
 } SpeedState;
 
-/* fleet/decode_speed.py inherits from it: time per output token as a line over the context, with a lower bound. */
+/* core/speeds.py inherits from it: time per output token as a line over the context, with a lower bound. */
 typedef struct {
     PyObject_HEAD
     double least_ms, mean_ms, slope_ms, mean_context;
@@ -40,7 +40,7 @@ typedef struct {
 
 typedef struct TicketState TicketState;
 
-/* fleet/node.py inherits from it, and says what each attribute means. */
+/* core/node.py inherits from it, and says what each attribute means. */
 typedef struct {
     Named named; /* its part: a SpeedState */
     double pending_work, kv_usage, kv_delta, kv_pressure, queue_ms, distance_ms, arrival_rate, arrival_s;
@@ -69,7 +69,7 @@ typedef struct {
     Py_ssize_t name_at;           /* index of its name in the message that is being packed */
 } NodeState;
 
-/* fleet/ticket.py inherits from it. */
+/* core/node.py inherits from it. */
 struct TicketState {
     PyObject_HEAD
     NodeState *node;

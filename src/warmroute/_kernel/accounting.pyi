@@ -17,7 +17,7 @@ LATENCY_WEIGHT: Final[float]
 ARRIVAL_DECAY_S: Final[float]
 """A request that arrived this long ago counts 1/e in the arrival rate."""
 
-# Learning the speed of prefill (fleet/node_speed.py).
+# Learning the speed of prefill (core/speeds.py).
 ATTENTION_WORK: Final[float]
 """Additional work of a token for each token before it. On an H200: 3.4e-5 (32 B), 4.0e-5 (8 B), 7.2e-5 (1.5 B)."""
 FIRST_TOKEN_STEPS: Final[float]
@@ -48,7 +48,7 @@ STEP_RISE: Final[float]
 LONG_PREFILL_WEIGHT: Final[float]
 """Weight of one long prefill in their moving means."""
 
-# Judging a learned speed (fleet/speed_review.py).
+# Judging a learned speed (core/speeds.py).
 REVIEW_WEIGHT: Final[float]
 """Weight of one response in the moving means."""
 EARLY_STEPS: Final[float]
@@ -56,7 +56,7 @@ EARLY_STEPS: Final[float]
 EARLY_MIN_STEPS: Final[float]
 """A response with fewer further tokens does not show how long a step takes."""
 
-# Learning the decode speed of a model (fleet/decode_speed.py).
+# Learning the decode speed of a model (core/speeds.py).
 DECODE_WEIGHT: Final[float]
 """Weight of one response."""
 DECODE_MIN_SHARE: Final[float]
@@ -150,7 +150,7 @@ class NodeState:
         """How often tickets changed these figures."""
     @property
     def peer_inflight(self) -> int:
-        """The part of `inflight` that is the peers' (cluster/peer.py). Likewise the next three."""
+        """The part of `inflight` that is the peers' (core/cluster/peer.py). Likewise the next three."""
     @property
     def peer_context_tokens(self) -> int: ...
     @property

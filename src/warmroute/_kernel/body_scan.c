@@ -7,7 +7,7 @@
  *   says (an engine may take "5" or true for a number), UTF-16, nesting deeper than MAX_JSON_DEPTH, an integer of more than
  *   MAX_INTEGER_DIGITS digits.
  * - The pass is linear, and keeps no more than MAX_FIELDS fields and MAX_MESSAGES messages. The pass over a large body
- *   releases the interpreter lock: it runs in a thread (edge/body_scanner.py).
+ *   releases the interpreter lock: it runs in a thread (edge/arrival.py).
  * - Functions that read take a position and the end of the body, and return the position after what they read. NULL means
  *   that the body is rejected.
  *

@@ -1,5 +1,5 @@
 /* The first tokens of all processes in the order of time, from which each process learns the speeds of nodes.
- * cluster/shared_speeds.py says why.
+ * core/cluster/shared_speeds.py says why.
  *
  * The rules:
  * - `held` is a binary heap of the first tokens that are not learned yet; `own` has those that are not published yet.

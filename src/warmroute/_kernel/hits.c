@@ -3,7 +3,7 @@
  * The rules:
  * - The state of a cache is in a plain struct, which the Python class inherits from and writes. Only its room is written
  *   here, after a prompt was added to its recency list.
- * - The formulas are those of index/confidence.py, operation by operation; tests/routing/test_hits_kernel.py compares them.
+ * - The formulas are those of core/node_cache.py, operation by operation; tests/routing/test_hits_kernel.py compares them.
  */
 #include "hits.h"
 #include "index.h"

@@ -4,13 +4,13 @@
 
 #include "accounting.h"
 
-/* index/confidence.py inherits from it. */
+/* core/node_cache.py inherits from it. */
 typedef struct {
     PyObject_HEAD
     double predicted, confirmed, at_s;
 } AccuracyState;
 
-/* index/node_cache.py inherits from it. */
+/* core/node_cache.py inherits from it. */
 typedef struct {
     Named named; /* its part: an AccuracyState */
     Py_ssize_t block_size, capacity_blocks, free_blocks;

@@ -43,7 +43,7 @@ class RequestHead:
     forwarded_for: bytes
     content_type: bytes
     has_routing_headers: bool
-    """Whether it has one of the fields that edge/request_headers.py reads."""
+    """Whether it has one of the fields that edge/arrival.py reads."""
     forwarded_fields: bytes
     """The header lines that go to the node unchanged."""
 

@@ -2,7 +2,7 @@
  *
  * The rules:
  * - A chat's text is: separator, content, separator, content, …, separator. A layout says which separator stands between which
- *   roles (prompt/chat_layout.py learns it from the chat template).
+ *   roles (prompt/plain_chats.py learns it from the chat template).
  * - Every separator is cut after a special token, where cutting does not change tokens. So the tokens from one cut to the next
  *   depend only on one content and on the halves of two separators. They are a unit.
  * - A unit is found by a digest of the message's bytes in the request, and of the numbers of the two halves. A message

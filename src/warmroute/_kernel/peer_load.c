@@ -1,5 +1,5 @@
 /* The load of nodes across processes: the rows that this process publishes, and those of its peers, counted in the figures of
- * the nodes. cluster/peer.py explains the figures, cluster/messages.py the message.
+ * the nodes. core/cluster/peer.py explains the figures, core/cluster/messages.py the message.
  *
  * The rules:
  * - Row i of a message belongs to name i. check_load_rows() comes first: apply_load_rows() relies on its bounds.

@@ -8,7 +8,7 @@
 #include "hits.h"
 #include <math.h>
 
-/* The fields of routing/price_terms.py, in its order. */
+/* The fields of core/decision_record.py, in its order. */
 typedef struct {
     double total, wait, prefill, room, contention, distance, adapter, risk, memory, congestion, cached, new, output;
 } price;

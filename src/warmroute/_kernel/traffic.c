@@ -276,12 +276,12 @@ static double estimate_weight(RouteTraffic *route, double now_s) {
     return (route->random >> 33) % SAMPLED_RESPONSES ? 0.0 : (double)SAMPLED_RESPONSES; /* regular traffic has no pattern */
 }
 
-/* The prefill of one prompt on its node. It takes at least a step of the engine (telemetry/traffic.py). */
+/* The prefill of one prompt on its node. It takes at least a step of the engine (core/traffic.py). */
 typedef struct {
     double tokens, ms_per_token, step_ms, whole_ms; /* whole_ms: with nothing cached */
 } Prefill;
 
-/* The prefill work of a prompt's first tokens (fleet/node_speed.py). */
+/* The prefill work of a prompt's first tokens (core/speeds.py). */
 static always_inline double work_of(double tokens) { return tokens + 0.5 * ATTENTION_WORK * tokens * tokens; }
 
 static Prefill prefill_of(const TicketState *ticket, double tokens) {

@@ -64,7 +64,7 @@ class RouteTraffic(TokenTraffic):
     """Sum over these of the share of their prompt tokens that was cached."""
     hit_share_squares: float
     sampled_blocks: int
-    """Blocks of their prompts, of those that index/reuse.py samples."""
+    """Blocks of their prompts, of those that core/reuse.py samples."""
     known_blocks: int
     """Those that an earlier prompt had, whether or not a node still has them."""
     @property

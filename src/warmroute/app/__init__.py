@@ -1,5 +1,3 @@
-"""The router process: builds all parts, connects them, starts, reloads and stops them."""
-
-from warmroute.service.service import Service
-
-__all__ = ["Service"]
+"""The application: the router's processes, put together from all rooms, and what an operator sees of them: commands,
+admin API, live page, metrics, alerts, captures, traces.
+"""

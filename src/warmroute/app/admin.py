@@ -1,34 +1,274 @@
-"""The admin API: metrics, nodes, islands, scaling, decisions. It has its own listener, apart from that for clients."""
+"""The admin API: nodes, islands, scaling, decisions, captures."""
 
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from hashlib import sha256
 from hmac import compare_digest
+from pathlib import Path
 from typing import Any, Final, Protocol
 from urllib.parse import parse_qs, unquote
 
 import msgspec
 
+from warmroute._kernel import RequestHead
+from warmroute.app.capture import Capture
+from warmroute.app.live_page import PAGE_PATHS, LiveFeed, PageFiles
+from warmroute.app.metrics.exposition import Scrapes
 from warmroute.config import ConfigError, NodeConfig, is_loopback, node_name, parse_section
-from warmroute.config.addresses import canonical_address
-from warmroute.config.contradictions import same_engine
-from warmroute.config.node_settings import Role
-from warmroute.console.block_reports import BlockReports
-from warmroute.console.capture_stream import CaptureStreams
-from warmroute.console.decisions import Decisions
-from warmroute.console.live_feed import LiveFeed
-from warmroute.console.page_files import PAGE_PATHS, PageFiles
+from warmroute.config.clients import canonical_address
+from warmroute.config.file import same_engine
+from warmroute.config.nodes import Role
+from warmroute.config.routing import PRIORITY_NAMES
+from warmroute.core.cache_view import CacheView
+from warmroute.core.decision import Decision
+from warmroute.core.decision_record import explain_decision
+from warmroute.core.fleet import Fleet
+from warmroute.core.islands import IslandRegistry
+from warmroute.core.last_decisions import Journal, describe_decision, describe_last_failure, search
+from warmroute.core.messages import Outcome
+from warmroute.core.node import Node
+from warmroute.core.rejections import NameTaken, RoutingError, UnknownNode, to_error
+from warmroute.edge.arrival import WITH_OUTPUT_TOKENS, Rights
 from warmroute.edge.async_handler import Request, Responder, decode_body
 from warmroute.edge.errors import HttpError, method_not_allowed
-from warmroute.edge.http1 import RequestHead
-from warmroute.fleet.fleet import Fleet, NameTaken, UnknownNode
-from warmroute.fleet.island_registry import IslandRegistry
-from warmroute.fleet.node import Node, Outcome
-from warmroute.index.cache_view import CacheView
-from warmroute.telemetry.journal import describe_last_failure
-from warmroute.telemetry.scrape import Scrapes
+from warmroute.edge.http1 import read_request_head
+from warmroute.edge.proxy import Proxy
+from warmroute.engines.block_reports import BlockReports
+from warmroute.event_log import EventLog
+from warmroute.prompt.prompt import Prompt
+from warmroute.prompt.reader import PendingPrompt
+
+# GET /admin/capture/stream: a capture that lasts as long as its client reads it, one JSON object per line.
+#
+# An empty line comes every second, so that a client without traffic notices that the router is still there.
+
+log = EventLog("warmroute.capture")
+
+MAX_STREAMS: Final = 4
+MAX_UNREAD_BYTES: Final = 64 << 20
+"""What the client has not read. Beyond it, the stream lacks requests."""
+KEEP_ALIVE_S: Final = 1.0
+
+
+class CaptureStreams:
+    def __init__(self, capture: Capture) -> None:
+        self._capture = capture
+        self._open = 0
+
+    def describe(self) -> dict[str, Any]:
+        return self._capture.describe()
+
+    async def stream(self, responder: Responder) -> None:
+        """Send requests until the client disconnects. Raises HttpError."""
+        if self._open >= MAX_STREAMS:
+            raise HttpError(
+                503, f"{MAX_STREAMS} clients read a capture already.", code="too_many_captures",
+                headers=(("Retry-After", "10"),),
+            )  # fmt: skip
+        self._open += 1
+        responder.start(200, "application/x-ndjson", (("Cache-Control", "no-store"),))
+        target = self._capture.start(_ResponseSink(responder, asyncio.get_running_loop()))
+        log.info("capture_stream_started", "A client of the admin API captures traffic.")
+        try:
+            while not responder.ended:
+                responder.write(b"\n")
+                await asyncio.sleep(KEEP_ALIVE_S)
+        finally:
+            self._open -= 1
+            self._capture.stop(target)
+            log.info("capture_stream_ended", requests=target.written, dropped=target.dropped)
+
+
+class _ResponseSink:
+    """Hands lines from the capture's thread to the event loop, which sends them."""
+
+    def __init__(self, responder: Responder, loop: asyncio.AbstractEventLoop) -> None:
+        self.path = Path("admin API")
+        self._responder = responder
+        self._loop = loop
+        self._unsent_bytes = 0
+
+    def write(self, lines: bytes) -> None:
+        if self._unsent_bytes + self._responder.unread_bytes > MAX_UNREAD_BYTES:
+            raise OSError(0, "the client reads too slowly")
+        self._unsent_bytes += len(lines)
+        self._loop.call_soon_threadsafe(self._send, lines)
+
+    def _send(self, lines: bytes) -> None:
+        self._unsent_bytes -= len(lines)
+        if not self._responder.ended:
+            self._responder.write(lines)
+
+
+# A dry run: what the router would decide for a request now. Nothing is sent, and no state changes.
+
+
+async def dry_run(proxy: Proxy, head: RequestHead, body: bytes, rights: Rights) -> tuple[Decision, bool]:
+    """Return the decision, and whether the request would wait in the queue first. Raises HttpError if rejected."""
+    path = head.target.partition(b"?")[0]
+    scanned = await proxy.body_scanner.scan(path, head.content_type, body)
+    request = proxy.requests.build(head, path, scanned, rights)
+    future: asyncio.Future[Prompt | None] = asyncio.get_running_loop().create_future()
+    prompt = proxy.read_prompt(request, path, body, scanned.outline, future.set_result)
+    if isinstance(prompt, PendingPrompt):
+        pending = prompt
+        try:
+            prompt = await future
+        finally:
+            pending.cancel()
+    lookup = proxy.lookup(request, prompt)
+    try:
+        limits = rights.limits
+        if limits is not None:
+            tokens = prompt.total_tokens if prompt is not None else None
+            output = proxy.router.output_lengths.expected(request.model, request.tenant, request.max_output_tokens)
+            limits.check(tokens, output, proxy.now(), len(body), path in WITH_OUTPUT_TOKENS)
+        return proxy.admission.dry_run(request, lookup, proxy.now())
+    except RoutingError as why:
+        raise to_error(why, request) from None
+
+
+# GET /admin/decisions and GET /admin/decisions/REQUEST_ID: recent decisions, their reasons, and what failed.
+#
+#     ?limit=20   ?failed=1   ?tenant=search   ?status=502   ?request_id=…      each, or several together
+#
+# POST /admin/explain: the decision that the router would take for a request now:
+#
+#     {"path": "/v1/chat/completions", "headers": {"X-Session-Id": "7"}, "tenant": "search", "body": {"model": …}}
+#
+# Only `body` is required. `tenant` replaces the API key.
+
+DEFAULT_LIMIT: Final = 20
+_FLAGS: Final = {"0": False, "false": False, "": False, "1": True, "true": True}
+_HEADER_NAME: Final = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+_HEADER_VALUE: Final = re.compile(r"[\t\x20-\x7e\x80-\xff]*")
+_TARGET: Final = re.compile(r"/[\x21-\x7e]*")
+_CONNECTION_HEADERS: Final = frozenset({"host", "content-length", "transfer-encoding", "connection", "expect"})
+"""Headers that belong to the connection of the original request."""
+
+
+class ExplainRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    body: msgspec.Raw
+    path: str = "/v1/chat/completions"
+    headers: dict[str, str] = {}
+    tenant: str = ""
+
+
+_explain_request: Final = msgspec.json.Decoder(ExplainRequest)
+
+
+class Decisions:
+    def __init__(self, journal: Journal, proxy: Proxy) -> None:
+        self._journal = journal
+        self._proxy = proxy
+
+    async def recent(self, query: str) -> dict[str, Any]:
+        """Return the latest decisions that the query asks for, newest first, up to `limit`. Raises HttpError."""
+        fields = {name: values[-1] for name, values in parse_qs(query, keep_blank_values=True).items()}
+        limit, status = fields.get("limit", str(DEFAULT_LIMIT)), fields.get("status")
+        if not _number(limit) > 0:
+            raise HttpError(400, f"limit must be above 0, not {limit[:40]!r}.", code="bad_limit", param="limit")
+        if status is not None and not 100 <= _number(status) <= 599:
+            raise HttpError(
+                400, f"status must be from 100 to 599, not {status[:40]!r}.", code="bad_query", param="status"
+            )
+        failed = fields.get("failed", "0")
+        if failed not in _FLAGS:
+            raise HttpError(400, f"failed must be 0 or 1, not {failed[:40]!r}.", code="bad_query", param="failed")
+        request_id = fields.get("request_id")
+        journal = self._journal
+        stored = journal.stored()
+
+        def find_all() -> list[dict[str, Any]]:
+            entries = search(
+                stored, int(limit), failed=_FLAGS[failed], tenant=fields.get("tenant"),
+                status=None if status is None else int(status),
+                request_id=None if request_id is None else request_id.encode("utf-8", "replace"),
+            )  # fmt: skip
+            return [journal.describe(entry) for entry in entries]
+
+        described = await asyncio.get_running_loop().run_in_executor(None, find_all)
+        return {"stored": len(journal), "decisions": described}
+
+    def find(self, request_id: str) -> dict[str, Any]:
+        entry = self._journal.find(request_id.encode("utf-8", "replace"))
+        if entry is None:
+            raise HttpError(
+                404,
+                f"The journal has no request {request_id[:200]!r}. It contains the last "
+                f"{self._journal.config.max_decisions:,} requests (journal.max_decisions) that were sent to a node.",
+                code="unknown_request",
+            )
+        return self._journal.describe(entry)
+
+    async def explain(self, body: bytes) -> dict[str, Any]:
+        try:
+            request = decode_body(body, _explain_request)
+        except msgspec.DecodeError as error:
+            raise HttpError(
+                400, f'Send the request as {{"path": "/v1/…", "body": {{…}}}}: {error}', code="bad_request"
+            ) from None
+        request_body = bytes(request.body)
+        head = _head(request, len(request_body))
+        decision, would_queue = await dry_run(self._proxy, head, request_body, self._rights(request, head))
+        record, query = decision.record(), decision.query
+        assert query is not None
+        return {
+            "tenant": query.request.tenant,
+            "model": query.request.model,
+            "route": query.request.route,
+            "priority": PRIORITY_NAMES[query.request.priority],
+            "explanation": explain_decision(record)
+            + ("; the request would wait in the router until the node has room" if would_queue else ""),
+            **describe_decision(record),
+            "would_queue": would_queue,
+        }
+
+    def _rights(self, request: ExplainRequest, head: RequestHead) -> Rights:
+        """Of a tenant with several keys, and no key in the request: those of the key with the lowest priority."""
+        named = self._proxy.requests.keys.rights_of(request.tenant)
+        if request.tenant and named is None:
+            raise HttpError(
+                400, f"No API key has the tenant {request.tenant[:200]!r}.", code="unknown_tenant", param="tenant"
+            )
+        try:
+            rights = self._proxy.admit(head)
+        except HttpError as error:
+            if error.status != 401:
+                raise
+            if named is None:
+                raise HttpError(
+                    400, "The router requires API keys: name the tenant of the request (`tenant`).",
+                    code="missing_tenant", param="tenant",
+                ) from None  # fmt: skip
+            return named
+        return rights if named is None or rights.tenant == named.tenant else named
+
+
+def _number(text: str) -> int:
+    """Return a whole number of a query; -1 if it is none."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else -1
+
+
+def _head(request: ExplainRequest, length: int) -> RequestHead:
+    if not _TARGET.fullmatch(request.path):
+        raise HttpError(400, f"{request.path[:200]!r} is not a path.", code="bad_request", param="path")
+    lines = [f"POST {request.path} HTTP/1.1", "Host: dry-run", f"Content-Length: {length}"]
+    for name, value in request.headers.items():
+        if not _HEADER_NAME.fullmatch(name) or not _HEADER_VALUE.fullmatch(value):
+            raise HttpError(400, f"{name[:200]!r} is not a valid header.", code="bad_request", param="headers")
+        if name.lower() not in _CONNECTION_HEADERS:
+            lines.append(f"{name}: {value}")
+    if not any(line.lower().startswith("content-type:") for line in lines):
+        lines.append("Content-Type: application/json")
+    head = "\r\n".join(lines).encode("latin-1")
+    return read_request_head(head + b"\r\n\r\n", len(head))
+
+
+# The admin API: metrics, nodes, islands, scaling, decisions. It has its own listener, apart from that for clients.
 
 PUBLIC_PATHS: Final = (b"/health", b"/ready", *PAGE_PATHS)
 """Paths that need no token. The live page asks for the token, and sends it with its own requests."""

@@ -19,10 +19,10 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from warmroute.app.alerts import SEVERITIES
 from warmroute.config import Alerts as AlertsConfig
 from warmroute.event_log import EventLog, where_it_failed
 from warmroute.http_client import request
-from warmroute.telemetry.alerts import SEVERITIES
 
 log = EventLog("warmroute.telemetry")
 

@@ -10,11 +10,11 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Final, NamedTuple
 
-from warmroute.fleet.fleet import Fleet
-from warmroute.fleet.health import HealthState
-from warmroute.telemetry.client_errors import is_client_error
-from warmroute.telemetry.counters import Counters
-from warmroute.telemetry.traffic import RouteTraffic, TokenTraffic, Traffic, time_percentile
+from warmroute._kernel import RouteTraffic, TokenTraffic
+from warmroute.core.fleet import Fleet
+from warmroute.core.health import HealthState
+from warmroute.core.traffic import Counters, Traffic, time_percentile
+from warmroute.edge.client_errors import is_client_error
 
 FINE_S: Final = 1.0
 FINE_POINTS: Final = 120

@@ -1,14 +1,19 @@
-"""Sends the package's logs to standard error, one line each, as text with the date or as JSON."""
+"""Logs to standard error, and files that grow within bounds."""
 
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import time
+from contextlib import suppress
+from pathlib import Path
 
 import msgspec
 
 from warmroute.config import Log
+
+# Sends the package's logs to standard error, one line each, as text with the date or as JSON.
 
 
 class _JsonLines(logging.Formatter):
@@ -57,3 +62,31 @@ def set_up(config: Log, worker: int | None = None) -> None:
     logger.handlers[:] = [handler]
     logger.setLevel(config.level.upper())
     logger.propagate = False
+
+
+# Appends to files that may disappear, fill up or become read-only at any time.
+
+
+def size_of(path: Path) -> int:
+    """Return the file's size; 0 if there is none. Raises OSError."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+def append_all(path: Path, data: bytes) -> None:
+    """Append all of the data or nothing. The file is opened for each call: it may have been moved. Raises OSError."""
+    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o640)
+    try:
+        before = os.fstat(file).st_size
+        try:
+            rest = memoryview(data)
+            while rest:
+                rest = rest[os.write(file, rest) :]
+        except OSError:
+            with suppress(OSError):
+                os.ftruncate(file, before)
+            raise
+    finally:
+        os.close(file)

@@ -2,41 +2,64 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from warmroute.build_info import version_and_build
-from warmroute.cli import (
+from warmroute import version_and_build
+from warmroute.app.commands import (
+    Parser,
     capture,
-    check_config,
-    config_reference,
-    demo,
     doctor,
-    engine,
     explain,
-    hash_key,
     init,
-    load,
-    metrics_reference,
-    monitoring,
     nodes,
-    picker,
     plan,
+    reference,
     replay,
     serve,
+    simulate,
     top,
-    version,
 )
-from warmroute.cli.arguments import Parser
 from warmroute.config import ConfigError
 
-COMMANDS = (
-    serve, picker, init, doctor, demo, engine, capture, replay, plan, load, explain, nodes, top, check_config, hash_key,
-    config_reference, metrics_reference, monitoring, version,
-)  # fmt: skip
-"""A command is a module with `add_to`; one module may have several, its NAMES. It imports expensive modules when it
-runs."""
+# warmroute version: which version and which build is installed.
+
+
+def add_version(commands: Any) -> None:
+    parser: argparse.ArgumentParser = commands.add_parser("version", help="print the version and the build")
+    parser.set_defaults(run=run_version)
+
+
+def run_version(_args: argparse.Namespace) -> int:
+    print(f"warmroute {version_and_build()}")
+    return 0
+
+
+COMMANDS: dict[str, Callable[[Any], None]] = {
+    "serve": serve.add_serve,
+    "picker": serve.add_picker,
+    "init": init.add_init,
+    "doctor": doctor.add_to,
+    "demo": simulate.add_demo,
+    "engine": simulate.add_engine,
+    "capture": capture.add_to,
+    "replay": replay.add_to,
+    "plan": plan.add_to,
+    "load": simulate.add_load,
+    "explain": explain.add_to,
+    "nodes": nodes.add_to,
+    "top": top.add_to,
+    "check-config": init.add_check_config,
+    "hash-key": init.add_hash_key,
+    "config-reference": reference.add_config_reference,
+    "metrics-reference": reference.add_metrics_reference,
+    "monitoring": reference.add_monitoring,
+    "version": add_version,
+}
+"""What adds each command to the parser; `nodes` adds its NAMES. A command imports expensive modules when it runs."""
 
 
 def create_parser() -> Parser:
@@ -46,8 +69,8 @@ def create_parser() -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"warmroute {version_and_build()}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in COMMANDS:
-        command.add_to(commands)
+    for add_command in COMMANDS.values():
+        add_command(commands)
     return parser
 
 

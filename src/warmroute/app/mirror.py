@@ -18,31 +18,25 @@ from typing import Final
 
 import msgspec
 
-from warmroute._kernel import MAX_LOOP_BYTES, Outline
-from warmroute.capture.capture import Capture, Sink
-from warmroute.capture.capture_run import EndedRequest
+from warmroute._kernel import MAX_LOOP_BYTES, Outline, RequestHead
+from warmroute.app.capture import Capture, EndedRequest, Sink
 from warmroute.config import Capture as CaptureConfig
 from warmroute.config import Config
-from warmroute.edge.api_keys import NO_RIGHTS, Rights
-from warmroute.edge.body_scanner import BodyScanner
-from warmroute.edge.client_connection import ClientConnection
+from warmroute.core.fleet import Fleet
+from warmroute.core.output_length import OutputLengthEstimate
+from warmroute.core.rate_limits import RateLimits
+from warmroute.core.traffic import Counters
+from warmroute.edge.arrival import NO_RIGHTS, BodyScanner, RequestBuilder, Rights
+from warmroute.edge.client_connection import ClientConnection, Listener
 from warmroute.edge.errors import HttpError, internal_error
-from warmroute.edge.http1 import RequestHead
-from warmroute.edge.listener import Listener
-from warmroute.edge.listening_sockets import listen_tcp
-from warmroute.edge.plain_sockets import Server
-from warmroute.edge.prompt_reader import PendingPrompt, PromptReader
-from warmroute.edge.request_builder import RequestBuilder
+from warmroute.edge.sockets import Server, listen_tcp
 from warmroute.edge.timer_wheel import TimerWheel
 from warmroute.event_log import EventLog, where_it_failed
-from warmroute.fleet.fleet import Fleet
+from warmroute.prompt.hub import find_tokenizer_files
 from warmroute.prompt.prompt import Prompt
+from warmroute.prompt.reader import PendingPrompt, PromptReader
+from warmroute.prompt.registry import TokenizerRegistry
 from warmroute.prompt.request_body import has_prompt
-from warmroute.prompt.tokenizer_registry import TokenizerRegistry
-from warmroute.routing.output_length import OutputLengthEstimate
-from warmroute.routing.rate_limits import RateLimits
-from warmroute.service.tokenizer_search import find_tokenizer_files
-from warmroute.telemetry.counters import Counters
 
 log = EventLog("warmroute.capture")
 

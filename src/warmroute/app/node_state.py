@@ -1,11 +1,14 @@
-"""What operators did through the admin API, kept for the next start of the router (`[state]`): drains, roles, and nodes
-that they added. It is the part of the register of node changes (cluster/shared_nodes.py) that has to outlive all
-processes, as a file or in a ConfigMap. One process of a router writes it: the only one, or the parent of its workers.
+"""What operators did through the admin API, kept for the next start of the router (`[state]`): drains, roles, and
+nodes that they added. It is the part of the register of node changes (core/cluster/shared_nodes.py) that has to
+outlive all processes, as a file or in a ConfigMap. One process of a router writes it: the only one, or the parent
+of its workers.
 
     {"format": 1, "nodes": [{"name": "gpu-a", "drained": true, "version": 3, "by": "…"}]}
 
-- A write merges with what is there, by the changes' versions, so that routers that overlap in an update lose nothing.
-- The file is replaced as a whole (new file, fsync, rename, fsync of the directory): a process that is killed at any
+- A write merges with what is there, by the changes' versions, so that routers that overlap in an update lose
+  nothing.
+- The file is replaced as a whole (new file, fsync, rename, fsync of the directory): a process that is killed at
+  any
   moment leaves the former or the new one.
 - Content that cannot be read is moved aside, and the router starts without it.
 """
@@ -27,9 +30,9 @@ import msgspec
 from msgspec import Meta
 
 from warmroute.blocking import run_in_thread
-from warmroute.cluster.messages import MAX_CHANGES, MAX_NODE_BYTES, Count, Name, NodeChange
 from warmroute.config import Config, ConfigError, NodeConfig, State, node_name, parse_section
-from warmroute.config.extras import missing_extra
+from warmroute.config.section import missing_extra
+from warmroute.core.cluster.messages import MAX_CHANGES, MAX_NODE_BYTES, Count, Name, NodeChange
 from warmroute.event_log import EventLog
 
 log = EventLog("warmroute.service")
@@ -97,7 +100,7 @@ def create_store(config: State) -> Store | None:
         return FileStore(Path(config.directory).expanduser())
     if config.config_map:
         try:
-            from warmroute.kubernetes.config_map import ConfigMapText
+            from warmroute.kubernetes_api import ConfigMapText
         except ImportError as error:
             raise missing_extra("state.config_map", error, "kubernetes") from None
         return ConfigMapText(config.config_map, FILE)

@@ -22,10 +22,9 @@ from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, Trace
 from opentelemetry.util.re import parse_env_headers
 
 from warmroute import __version__
+from warmroute.app.tracing import Span, build_spans
 from warmroute.config import Tracing as TracingConfig
-from warmroute.telemetry.tracing.request_trace import EndedTrace
-from warmroute.telemetry.tracing.spans import Span, build_spans
-from warmroute.telemetry.tracing.trace_context import RandomBits
+from warmroute.edge.trace_context import EndedTrace, RandomBits
 
 TRACES_PATH: Final = "/v1/traces"
 MAX_REASON_CHARACTERS: Final = 200

@@ -1,25 +1,151 @@
-"""Work that the router does every few milliseconds, apart from requests, and the log of what fails there."""
+"""The process itself: its end in time, systemd, limits of memory and files, periodic tasks, event loop delay."""
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import gc
+import logging
+import os
+import resource
+import signal
+import socket
 import sys
+import threading
 import time
-from typing import Any
+from collections.abc import MutableMapping
+from math import ceil
+from typing import Any, Final
 
+from warmroute._kernel import Histogram, exit_after_signal, set_exit_deadline
+from warmroute.app.alert_webhook import AlertWebhook
+from warmroute.app.alerts import Alerts, describe_alert
+from warmroute.app.history import FINE_S, History
+from warmroute.config import ConfigError, Shutdown
+from warmroute.core.admission import TICK_S, Admission
+from warmroute.core.brain import Dispatcher
+from warmroute.core.cache_view import CacheView
+from warmroute.core.fleet import Fleet
+from warmroute.core.overdue import CHECK_S
 from warmroute.event_log import EventLog, where_it_failed
-from warmroute.fleet.fleet import Fleet
-from warmroute.index.cache_view import CacheView
-from warmroute.prompt.tokenizer_registry import TokenizerRegistry
-from warmroute.routing.admission import TICK_S, Admission
-from warmroute.routing.dispatcher import Dispatcher
-from warmroute.routing.hedging import CHECK_S
-from warmroute.telemetry.alert_webhook import AlertWebhook
-from warmroute.telemetry.alerts import Alerts, describe_alert
-from warmroute.telemetry.history import FINE_S, History
+from warmroute.prompt.registry import TokenizerRegistry
+
+# The end of the router's process: it comes within the shutdown deadline, whatever a thread or a C call is doing.
 
 log = EventLog("warmroute.service")
+
+EXIT_GRACE_S: Final = 10.0
+"""Time after the shutdown deadline for everything else: error events, the journal, provisioners."""
+THREADS_S: Final = 1.0
+"""How long the process waits for threads that are still busy, for example with a prompt."""
+
+
+def reconfigure_exit(shutdown: Shutdown) -> None:
+    set_exit_deadline(ceil(shutdown.delay_s + shutdown.deadline_s + EXIT_GRACE_S))
+
+
+def guard_exit(shutdown: Shutdown) -> None:
+    """End the process some time after SIGTERM or SIGINT. To be called after their handlers are installed."""
+    reconfigure_exit(shutdown)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        exit_after_signal(number)
+
+
+def leave() -> None:
+    """End the process without waiting for busy threads. Python would wait until the last one has finished."""
+    until_s = time.monotonic() + THREADS_S
+    while busy := [
+        thread.name
+        for thread in threading.enumerate()
+        if thread is not threading.main_thread() and not thread.daemon and thread.is_alive()
+    ]:
+        if time.monotonic() >= until_s:
+            log.warning("threads_left", "The process ends without waiting for them.", threads=",".join(busy))
+            logging.shutdown()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)
+        time.sleep(0.01)
+
+
+# The router as a systemd service: it takes over listening sockets, and reports ready, reloading, stopping and alive.
+#
+# Without systemd, the environment variables are missing and nothing happens. docs/guides/systemd.md describes the unit.
+
+FIRST_FD: Final = 3
+ADMIN_SOCKET: Final = "admin"
+"""FileDescriptorName of the admin listener's socket. The other socket is that for clients."""
+
+
+class Systemd:
+    def __init__(self, environment: MutableMapping[str, str]) -> None:
+        """Takes the variables out of the environment, so that child processes do not get them."""
+        self._address = environment.pop("NOTIFY_SOCKET", "")
+        watchdog_pid = environment.pop("WATCHDOG_PID", "")
+        watchdog_us = environment.pop("WATCHDOG_USEC", "")
+        is_ours = watchdog_pid in ("", str(os.getpid())) and watchdog_us.isdigit()
+        self.watchdog_s = int(watchdog_us) / 1e6 if is_ours and self._address else 0.0
+        """The process is restarted if it reports nothing for this time; 0: never."""
+        pid, count = environment.pop("LISTEN_PID", ""), environment.pop("LISTEN_FDS", "")
+        names = environment.pop("LISTEN_FDNAMES", "").split(":")
+        self._inherited: dict[str, int] = {}
+        if pid == str(os.getpid()) and count.isdigit():
+            for number in range(int(count)):
+                name = names[number] if number < len(names) else ""
+                role = ADMIN_SOCKET if name == ADMIN_SOCKET else ""
+                if role in self._inherited:
+                    raise ConfigError(
+                        "systemd passed more than one socket for the same listener: name the admin listener's "
+                        f"FileDescriptorName={ADMIN_SOCKET}, and pass at most one other"
+                    )
+                self._inherited[role] = FIRST_FD + number
+
+    def take_socket(self, name: str = "") -> socket.socket | None:
+        """Return the listening socket that systemd passed; None if there is none. Raises ConfigError."""
+        number = self._inherited.pop(name, None)
+        if number is None:
+            return None
+        os.set_inheritable(number, False)
+        try:
+            found = socket.socket(fileno=number)
+            listens = found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        except OSError as error:
+            raise ConfigError(f"systemd passed file descriptor {number}, which is unusable: {error.strerror}") from None
+        if not listens or found.type != socket.SOCK_STREAM:
+            raise ConfigError(f"systemd passed file descriptor {number}, which is no listening stream socket")
+        return found
+
+    def notify(self, *states: str) -> None:
+        """Tell systemd, if it wants to know. An error must not stop the router."""
+        if not self._address:
+            return
+        address = f"\0{self._address[1:]}" if self._address.startswith("@") else self._address
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as out:
+                out.setblocking(False)
+                out.sendto("\n".join(states).encode(), address)
+        except OSError as error:
+            log.warning("systemd_notify_failed", "systemd may restart the router.", reason=error.strerror or error)
+            self._address = "" if self.watchdog_s == 0.0 else self._address
+
+    def ready(self, status: str) -> None:
+        self.notify("READY=1", f"STATUS={status}")
+
+    def reloading(self) -> None:
+        self.notify("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
+
+    def stopping(self) -> None:
+        self.notify("STOPPING=1", "STATUS=Running requests finish")
+
+    async def keep_alive(self) -> None:
+        """Report from the event loop that it runs. If it hangs, systemd restarts the process."""
+        while self.watchdog_s:
+            self.notify("WATCHDOG=1")
+            await asyncio.sleep(self.watchdog_s / 3)
+
+
+# Work that the router does every few milliseconds, apart from requests, and the log of what fails there.
+
 CLEAN_UP_S = 0.25
 ALERTS_S = 2.0
 COLLECT_S = 60.0
@@ -122,3 +248,72 @@ async def run_history(history: History, alerts: Alerts, webhook: AlertWebhook | 
         except Exception:
             log.exception("history_failed", "The router tries again.")
         await asyncio.sleep(FINE_S)
+
+
+# Memory and file limits of the router's process.
+#
+# By default glibc returns the end of its heap to the system as soon as 128 KiB of it are free, and takes it again for
+# the next large body, with a page fault for every 4 KiB of every prompt. Keeping some free memory saves these faults.
+
+_M_TRIM_THRESHOLD: Final = -1
+_M_MMAP_THRESHOLD: Final = -3
+KEPT_BYTES: Final = 64 * 1024 * 1024
+"""Free memory that the process keeps."""
+MAPPED_BYTES: Final = 8 * 1024 * 1024
+"""A larger body gets its own pages, which return to the system when it is freed."""
+
+
+def keep_freed_memory() -> None:
+    """Set glibc's limits. Does nothing with another C library."""
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        return
+    mallopt(_M_TRIM_THRESHOLD, KEPT_BYTES)
+    mallopt(_M_MMAP_THRESHOLD, MAPPED_BYTES)
+
+
+def raise_file_limit() -> int:
+    """Raise the limit of open files, and so of connections, as far as the system allows. Return the limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+            soft = hard
+        except (ValueError, OSError):
+            pass
+    return soft
+
+
+# Measures the delay of the event loop: how late it runs a timer.
+
+INTERVAL_S: Final = 0.1
+WINDOW_S: Final = 60.0
+
+
+class LoopDelay:
+    def __init__(self) -> None:
+        self.histogram = Histogram()
+        self._max_s = 0.0
+        self._max_before_s = 0.0
+        """The longest delay of the last whole WINDOW_S."""
+        self._window_ends_s = -1e9
+
+    @property
+    def max_s(self) -> float:
+        """The longest delay of the last one to two WINDOW_S. Reading it does not reset it."""
+        return max(self._max_s, self._max_before_s)
+
+    def record(self, delay_s: float, now_s: float) -> None:
+        self.histogram.observe(delay_s * 1000.0)
+        if now_s >= self._window_ends_s:
+            self._window_ends_s = now_s + WINDOW_S
+            self._max_before_s, self._max_s = self._max_s, 0.0
+        self._max_s = max(self._max_s, delay_s)
+
+    async def run(self) -> None:
+        while True:
+            before_s = time.monotonic()
+            await asyncio.sleep(INTERVAL_S)
+            now_s = time.monotonic()
+            self.record(now_s - before_s - INTERVAL_S, now_s)

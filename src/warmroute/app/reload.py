@@ -1,21 +1,28 @@
-"""Reloads the configuration of the running service: on SIGHUP, on POST /admin/reload, and when the file changes."""
+"""A new configuration or certificate while the router runs, and the files that are watched for it."""
 
 from __future__ import annotations
 
+import asyncio
+import ssl
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from warmroute.app import log as logs
+from warmroute.app.alerts import Alert
+from warmroute.app.metrics.page import Reloads
+from warmroute.app.process import reconfigure_exit
 from warmroute.config import Config, ConfigError, describe_changes, keys_needing_restart
+from warmroute.edge.sockets import server_tls
 from warmroute.event_log import EventLog, where_it_failed
-from warmroute.service.process_exit import reconfigure_exit
-from warmroute.telemetry import log as logs
-from warmroute.telemetry.alerts import Alert
-from warmroute.telemetry.router_metrics import Reloads
 
 if TYPE_CHECKING:
-    from warmroute.service.service import Service
+    from warmroute.app.service import Service
+
+
+# Reloads the configuration of the running service: on SIGHUP, on POST /admin/reload, and when the file changes.
 
 log = EventLog("warmroute.service")
 
@@ -176,3 +183,82 @@ def log_rejected(error: ConfigError) -> None:
 
 def shortened(reason: str) -> str:
     return reason if len(reason) <= MAX_REASON else f"{reason[:MAX_REASON]}…"
+
+
+# Reloads certificates while the router runs: those of its listener, and the authorities that it trusts for nodes.
+#
+# A new certificate counts for new connections. Connections that are open keep theirs.
+
+
+class Certificates:
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        listen = service.config.listen  # its keys change only with a restart
+        self._cert, self._key = listen.tls_cert, listen.tls_key
+        self.listener_tls: ssl.SSLContext | None = None
+        self._digests: dict[Path, bytes] = {}
+        """Of the files that are in use: a reload names those that have changed."""
+
+    def load(self) -> ssl.SSLContext | None:
+        """Return the listener's TLS context; None without TLS. Raises ConfigError."""
+        self.listener_tls = server_tls(self._cert, self._key)
+        self._digests = self._read_digests()
+        return self.listener_tls
+
+    @property
+    def files(self) -> list[Path]:
+        ca_file = self._service.config.upstream.ca_file
+        return [Path(name) for name in (self._cert, self._key, ca_file) if name]
+
+    def reload(self) -> str | None:
+        """Read all files again. Return the error if one is unusable: then all previous ones stay."""
+        try:
+            server_tls(self._cert, self._key)  # first, since a bad pair would break the context that is in use
+            self._service.pools.reload_authorities()
+            if self.listener_tls is not None:
+                self.listener_tls.load_cert_chain(self._cert, self._key)
+            digests = self._read_digests()
+        except (ConfigError, OSError, ssl.SSLError) as error:
+            log.error("certificates_rejected", "The router keeps the previous certificates.", reason=error)
+            return str(error)
+        changed = [str(file) for file, digest in digests.items() if self._digests.get(file) != digest]
+        self._digests = digests
+        if changed:
+            log.info("certificates_reloaded", files=",".join(changed))
+        return None
+
+    def _read_digests(self) -> dict[Path, bytes]:
+        """Raises OSError."""
+        return {file: blake2b(file.read_bytes()).digest() for file in self.files}
+
+
+# Notices when files change: the configuration, certificates.
+
+FILE_CHECK_S: Final = 0.5
+
+Version = tuple[tuple[int, int, int] | None, ...]
+
+
+async def watch_files(files: Callable[[], Sequence[Path]], changed: Callable[[], object]) -> None:
+    """Call `changed` when a file has changed and all then stayed the same for FILE_CHECK_S: they may be half written
+    before."""
+    known = previous = _version(files())
+    while True:
+        await asyncio.sleep(FILE_CHECK_S)
+        version = _version(files())
+        settled, previous = version == previous, version
+        if version != known and settled:
+            known = version
+            changed()
+
+
+def _version(files: Sequence[Path]) -> Version:
+    return tuple(map(_file_version, files))
+
+
+def _file_version(path: Path) -> tuple[int, int, int] | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino

@@ -1,4 +1,4 @@
-"""The service: one router process. It builds all parts, connects them, starts and stops them."""
+"""One router process: built, started, stopped; nodes added and removed."""
 
 from __future__ import annotations
 
@@ -8,56 +8,37 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, Protocol
 
-from warmroute.capture.capture import Capture
-from warmroute.cluster.shared_nodes import SharedNodes
-from warmroute.config import Config
-from warmroute.console.admin import AdminApi
-from warmroute.console.capture_stream import CaptureStreams
-from warmroute.console.decisions import Decisions
-from warmroute.console.live_feed import LiveFeed
-from warmroute.console.live_snapshot import LiveSnapshot
-from warmroute.discovery.discovery_service import DiscoveryService
-from warmroute.edge.async_handler import AsyncHandler
-from warmroute.edge.connection_pool import ConnectionPools
-from warmroute.edge.listener import Listener
-from warmroute.edge.listening_sockets import accept_the_last, listen_inherited, listen_tcp, listen_unix
-from warmroute.edge.node_client import NodeClient
-from warmroute.edge.plain_sockets import PlainServer, PlainSockets, Server
-from warmroute.edge.prompt_reader import PromptReader
-from warmroute.edge.proxy import Proxy
-from warmroute.edge.timer_wheel import TimerWheel
-from warmroute.edge.tls_sockets import TlsServer
-from warmroute.engines.kv_transfers import KV_TRANSFERS
-from warmroute.engines.node_watcher import NodeWatcher
-from warmroute.engines.remote_tokenizer import RemoteTokenizer
-from warmroute.event_log import EventLog
-from warmroute.fleet.fleet import Fleet
-from warmroute.fleet.node import Node
-from warmroute.index.cache_view import CacheView
-from warmroute.prompt.tokenizer import pack_token_ids
-from warmroute.prompt.tokenizer_registry import TokenizerRegistry
-from warmroute.prompt_doctor.prompt_doctor import PromptDoctor
-from warmroute.routing.admission import Admission
-from warmroute.routing.router import Router
-from warmroute.scaling.scaling_service import ScalingService
-from warmroute.service.certificates import Certificates
-from warmroute.service.clients import Clients, EnvoyClients, cut_off, finish_requests, pool_name
-from warmroute.service.cluster_alerts import cluster_alerts
-from warmroute.service.cluster_member import ClusterMember
-from warmroute.service.config_reload import ConfigReload
-from warmroute.service.discovery_alerts import discovery_alerts
-from warmroute.service.file_watch import watch_files
-from warmroute.service.model_report import describe_models
-from warmroute.service.model_watch import ModelWatch
-from warmroute.service.node_set import NodeSet, log_health_change
-from warmroute.service.node_state import NodeState
-from warmroute.service.periodic_tasks import (
+from warmroute.app.admin import AdminApi, CaptureStreams, Decisions
+from warmroute.app.alert_webhook import create_webhook
+from warmroute.app.alerts import Alerts, FleetAlerts, Rejections, discovery_alerts
+from warmroute.app.capture import Capture, record_recent_traffic
+from warmroute.app.history import History, ScalingChange
+from warmroute.app.hit_rate import CacheChanges, Causes, HitRateAlerts
+from warmroute.app.live_page import LiveFeed, LiveSnapshot
+from warmroute.app.metrics.exposition import Scrapes
+from warmroute.app.metrics.page import (
+    DiscoveryMetrics,
+    HitRateMetrics,
+    InferencePoolMetrics,
+    MetricsPage,
+    QueueMetrics,
+    RouterMetrics,
+    TrafficMetrics,
+    add_process_metrics,
+)
+from warmroute.app.models import ModelWatch, describe_models
+from warmroute.app.node_state import NodeState
+from warmroute.app.process import (
+    ADMIN_SOCKET,
+    LoopDelay,
+    Systemd,
+    guard_exit,
     log_loop_error,
     log_unraisable,
     run_admission,
@@ -66,38 +47,222 @@ from warmroute.service.periodic_tasks import (
     run_hedging,
     run_history,
 )
-from warmroute.service.process_exit import guard_exit
-from warmroute.service.replica import Replica, create_lease
-from warmroute.service.startup import hold_until_started, log_started, url_host
-from warmroute.service.systemd import ADMIN_SOCKET, Systemd
-from warmroute.service.tokenizer_search import find_tokenizer_files
-from warmroute.service.traffic_recording import record_recent_traffic
-from warmroute.service.workers.worker import Worker
-from warmroute.telemetry.alert_webhook import create_webhook
-from warmroute.telemetry.alerts import Alerts
-from warmroute.telemetry.cache_changes import CacheChanges
-from warmroute.telemetry.cluster_metrics import ClusterMetrics
-from warmroute.telemetry.counters import Counters
-from warmroute.telemetry.discovery_metrics import DiscoveryMetrics
-from warmroute.telemetry.fleet_alerts import FleetAlerts
-from warmroute.telemetry.history import History, ScalingChange
-from warmroute.telemetry.hit_rate_alerts import HitRateAlerts
-from warmroute.telemetry.hit_rate_causes import Causes
-from warmroute.telemetry.hit_rate_metrics import HitRateMetrics
-from warmroute.telemetry.inference_pool_metrics import InferencePoolMetrics
-from warmroute.telemetry.journal import Journal
-from warmroute.telemetry.loop_delay import LoopDelay
-from warmroute.telemetry.process_metrics import add_process_metrics
-from warmroute.telemetry.prometheus import MetricsPage
-from warmroute.telemetry.queue_metrics import QueueMetrics
-from warmroute.telemetry.rejections import Rejections
-from warmroute.telemetry.router_metrics import RouterMetrics
-from warmroute.telemetry.scrape import Scrapes
-from warmroute.telemetry.tracing.create import create_tracing
-from warmroute.telemetry.traffic import Traffic
-from warmroute.telemetry.traffic_metrics import TrafficMetrics
+from warmroute.app.prompt_doctor import PromptDoctor
+from warmroute.app.reload import Certificates, ConfigReload, watch_files
+from warmroute.app.startup import hold_until_started, log_started, url_host
+from warmroute.app.tracing import create_tracing
+from warmroute.app.workers.cluster_alerts import cluster_alerts
+from warmroute.app.workers.cluster_member import ClusterMember
+from warmroute.app.workers.cluster_metrics import ClusterMetrics
+from warmroute.app.workers.replica import Replica, create_lease
+from warmroute.app.workers.worker import Worker
+from warmroute.config import Config, ConfigError, Health, Limits, NodeConfig
+from warmroute.config.nodes import Role
+from warmroute.core.admission import Admission
+from warmroute.core.cache_view import CacheView
+from warmroute.core.cluster.shared_nodes import SharedNodes
+from warmroute.core.fleet import Fleet
+from warmroute.core.health import CHECKS_TIME_OUT, HealthState
+from warmroute.core.last_decisions import Journal
+from warmroute.core.node import Node
+from warmroute.core.router import Router
+from warmroute.core.traffic import Counters, Traffic
+from warmroute.edge.async_handler import AsyncHandler
+from warmroute.edge.client_connection import Listener
+from warmroute.edge.connection_pool import ConnectionPools, NodeClient
+from warmroute.edge.proxy import Proxy
+from warmroute.edge.sockets import (
+    PlainServer,
+    PlainSockets,
+    Server,
+    TlsServer,
+    accept_the_last,
+    listen_inherited,
+    listen_tcp,
+    listen_unix,
+)
+from warmroute.edge.timer_wheel import TimerWheel
+from warmroute.engines import KV_TRANSFERS
+from warmroute.engines.discovery.sync import DiscoveryService
+from warmroute.engines.node_watcher import NodeWatcher
+from warmroute.event_log import EventLog
+from warmroute.prompt.hub import find_tokenizer_files
+from warmroute.prompt.node_tokenizer import RemoteTokenizer
+from warmroute.prompt.reader import PromptReader
+from warmroute.prompt.registry import TokenizerRegistry
+from warmroute.prompt.tokenizer import pack_token_ids
+from warmroute.scaling.scaling_service import ScalingService
+
+# The side of the service that clients talk to, HTTP clients or Envoy, and how their requests end when it stops.
+
+CUT_OFF_S: Final = 1.0
+"""How long clients may take to read the end of a response that was cut off."""
+
+
+class Clients(Protocol):
+    limits: Limits
+    accepted: int
+
+    @property
+    def connections(self) -> Sized: ...
+
+    @property
+    def busy(self) -> int:
+        """Connections with a request."""
+
+    def close_idle(self) -> None:
+        """Close the connections that wait for a request now, and the others after their response."""
+
+    async def until_empty(self) -> None: ...
+
+    def cut_off_all(self) -> None:
+        """End all requests with an error: the router stops."""
+
+    def abort_all(self) -> None: ...
+
+
+class EnvoyClients(Clients, Protocol):
+    """The picker's gRPC server."""
+
+    port: int
+
+    async def listen(self) -> str:
+        """Return the address. Raises ConfigError if it cannot be used."""
+
+    async def close(self) -> None: ...
+
+
+def pool_name(service: Service) -> str | None:
+    """Return the name of the picker's InferencePool for the metrics; None if the service is not a picker."""
+    pools = (one.inference_pool for one in service.config.discovery if one.inference_pool)
+    return None if service.picker is None else next(pools, "default")
+
+
+async def finish_requests(clients: Clients, stop_now: asyncio.Event, deadline_s: float) -> None:
+    """Wait until all clients have left, at most until the deadline or `stop_now`."""
+    endings = [asyncio.create_task(clients.until_empty()), asyncio.create_task(stop_now.wait())]
+    await asyncio.wait(endings, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
+    for ending in endings:
+        ending.cancel()
+
+
+async def cut_off(clients: Clients) -> None:
+    """End running requests with an error, and give their clients a moment to read it."""
+    clients.cut_off_all()
+    try:
+        async with asyncio.timeout(CUT_OFF_S):
+            await clients.until_empty()
+    except TimeoutError:
+        clients.abort_all()
+
+
+# Adds nodes to the running service, removes them, and logs changes of their health.
 
 log = EventLog("warmroute.service")
+
+
+class NodeSet:
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    def add_node(self, config: NodeConfig) -> Node:
+        """Raises ConfigError or NameTaken."""
+        if config.api_key_env and config.api_key_env not in self._service.config_reload.api_key_envs():
+            raise ConfigError("api_key_env must be a variable that a configured node, source or provisioner uses")
+        node = self._service.fleet.add(config)
+        self._service.watcher.watch(node)
+        log.info("node_added", node=node.name, url=node.url)
+        self._service.shared_nodes.joined(node)
+        return node
+
+    def remove_node(self, name: str) -> Node:
+        """Remove a node. Requests without a response move to other nodes, the others finish. Raises UnknownNode."""
+        node = self._service.fleet.remove(name)
+        self._forget(node)
+        log.info(
+            "node_removed", "Requests without a response moved to other nodes; the others finish.", node=node.name,
+            requests_in_flight=node.inflight,
+        )  # fmt: skip
+        return node
+
+    def drain_node(self, name: str, draining: bool, by_hand: bool = False) -> Node:
+        """Send a node no new requests, or send it requests again. Only an operator ends a drain `by_hand`. Raises
+        UnknownNode."""
+        node = self._service.fleet.drain(name, draining, by_hand)
+        if node.draining and not draining:
+            log.info("node_stays_drained", "An operator drained it, and has not ended that.", node=node.name)
+        elif draining:
+            log.info(
+                "node_draining", "It gets no new requests; running ones finish.", node=node.name,
+                requests_in_flight=node.inflight,
+            )  # fmt: skip
+        else:
+            log.info("node_undrained", "It gets requests again.", node=node.name)
+        return node
+
+    def set_role(self, name: str, role: Role) -> Node:
+        """Give a node another role. Its requests continue. Raises UnknownNode."""
+        before = self._service.fleet.node(name).role
+        node = self._service.fleet.set_role(name, role)
+        if before != role:
+            log.info("node_role_changed", "Its requests continue.", node=node.name, role=role, previous=before)
+        return node
+
+    def reconfigure(self, nodes: Sequence[NodeConfig], health: Health) -> tuple[int, int]:
+        """Apply the configured nodes. Return how many were added and removed."""
+        added, removed = self._service.fleet.reconfigure(nodes, health)
+        for node in removed:
+            self._forget(node)
+        for node in added:
+            self._service.watcher.watch(node)
+            self._service.shared_nodes.joined(node)
+        self._service.shared_nodes.drop_configured()
+        return len(added), len(removed)
+
+    def _forget(self, node: Node) -> None:
+        service = self._service
+        service.proxy.dispatcher.leave(node, "the node was removed")
+        service.watcher.unwatch(node)
+        service.cache_view.remove_node(node.name)
+        service.tokenizer_registry.remove_node(node.name)
+        service.remote_tokenizer.reset(node)
+        service.pools.remove(node)
+
+
+def log_health_change(node: Node, before: HealthState) -> None:
+    state = node.health.state
+    fields: dict[str, object] = {"node": node.name, "previous": before.value, "reason": node.health.reason}
+    if state is HealthState.EJECTED:
+        duration_s = node.health.ejection_s
+        log.warning("node_ejected", "The router sends it no requests for a while.", duration_s=duration_s, **fields)
+    elif before is HealthState.EJECTED and state is HealthState.UP:
+        log.info("node_returned", **fields)
+    elif state is not HealthState.DOWN:
+        log.info(f"node_{state.value}", **fields)
+    elif node.draining:  # a node that still loads, or is about to be removed
+        log.info("node_down", "The node is draining.", **fields)
+    else:
+        log.warning("node_down", _until_when(node, before), **fields)
+
+
+def _until_when(node: Node, before: HealthState) -> str:
+    """Return the sentence for a node that goes down: it says when the node gets requests again."""
+    health = node.health
+    if health.confirmed or health.reason == CHECKS_TIME_OUT:
+        return "The router sends it no requests until a health check passes."
+    failures = health.config.consecutive_failures
+    if before is HealthState.HALF_OPEN:
+        cause = "The trial request failed."
+    else:
+        cause = "A request failed." if failures == 1 else f"{failures:,} requests in a row failed."
+    return (
+        f"{cause} The router sends it no requests until its breaker is over and a health check passes; then one trial "
+        "request."
+    )
+
+
+# The service: one router process. It builds all parts, connects them, starts and stops them.
+
 GC_THRESHOLD = 20_000
 """How many more objects there must be than at the last garbage collection: requests in flight alone start none."""
 WRONG_KEY_DELAY_S = 0.5

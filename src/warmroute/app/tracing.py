@@ -1,28 +1,43 @@
-"""Builds the spans of a request that has ended.
+"""OpenTelemetry traces: the spans of requests that have ended, sent by OTLP.
 
-    POST /v1/chat/completions     the request: SERVER
-      read                        from the end of its head to the end of its body
-      prompt                      until its prompt is read
-      queue                       until it leaves the admission queue, if it was in it
-      decide                      the decision, with the terms of the chosen node's price
-      attempt                     on one node: CLIENT; several after a failure or with a hedge
-        first_token               until the first token
-        response                  from the first token to the end
-
-Attributes are those of OpenTelemetry's conventions for HTTP and generative AI where they exist, else `warmroute.…`.
-They are numbers, names and ids, never anything of a prompt.
+While a request runs, the router only keeps times (edge/trace_context.py). Spans are built after its end, in the
+exporter's thread.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, Final, Literal, NamedTuple
+import asyncio
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
+from random import Random
+from typing import Any, Final, Literal, NamedTuple, Protocol
 
-from warmroute.config.priority import PRIORITY_NAMES
-from warmroute.fleet.node import Outcome
-from warmroute.routing.price_terms import TERMS
-from warmroute.telemetry.tracing.request_trace import EndedAttempt, EndedDecision, EndedTrace
-from warmroute.telemetry.tracing.trace_context import RandomBits, new_span_id
+from warmroute.config import Tracing as TracingConfig
+from warmroute.config import missing_extra
+from warmroute.config.routing import PRIORITY_NAMES
+from warmroute.core.decision_record import TERMS
+from warmroute.core.messages import Outcome
+from warmroute.core.traffic import Counters
+from warmroute.edge.trace_context import EndedAttempt, EndedDecision, EndedTrace, RandomBits, Tracing, new_span_id
+from warmroute.event_log import EventLog, where_it_failed
+
+# Builds the spans of a request that has ended.
+#
+#     POST /v1/chat/completions     the request: SERVER
+#       read                        from the end of its head to the end of its body
+#       prompt                      until its prompt is read
+#       queue                       until it leaves the admission queue, if it was in it
+#       decide                      the decision, with the terms of the chosen node's price
+#       attempt                     on one node: CLIENT; several after a failure or with a hedge
+#         first_token               until the first token
+#         response                  from the first token to the end
+#
+# Attributes are those of OpenTelemetry's conventions for HTTP and generative AI where they exist, else `warmroute.…`.
+# They are numbers, names and ids, never anything of a prompt.
 
 MAX_REASON_CHARACTERS: Final = 200
 _OPERATIONS: Final = {
@@ -178,3 +193,126 @@ def _attempt_span(trace: EndedTrace, attempt: EndedAttempt) -> Span:
 
 def _given(attributes: dict[str, Any]) -> Attributes:
     return {name: value for name, value in attributes.items() if value is not None}
+
+
+# Sends finished traces to the collector, in batches, in a thread of its own.
+#
+# A request only appends its trace to a queue of bounded length. If the collector is slow, down or rejects the spans,
+# the exporter drops traces, counts them, and logs the first failure of a row. Requests never wait for it.
+
+log = EventLog("warmroute.tracing")
+
+EXPORT_INTERVAL_S: Final = 5.0
+"""Longest time until a trace is sent. A full batch is sent within CHECK_S."""
+CHECK_S: Final = 1.0
+MAX_QUEUED: Final = 4096
+"""Traces that may wait for the collector, about 3 KB each."""
+BATCH_TRACES: Final = 64
+"""Traces that are sent at once. More would keep the interpreter lock for too long."""
+CLOSE_TIMEOUT_S: Final = 2.0
+
+
+class SpanSender(Protocol):
+    """Sends the spans of traces. Called in a thread."""
+
+    def send(self, traces: Sequence[EndedTrace]) -> str:
+        """Return why the collector did not take them; empty if it did."""
+
+    def stop(self) -> None:
+        """End a `send` that waits to try again. Called from another thread."""
+
+
+class TraceExporter:
+    def __init__(self, create_sender: Callable[[], SpanSender], counters: Counters) -> None:
+        self._sender = create_sender()
+        self._counters = counters
+        self._queue: deque[EndedTrace] = deque()
+        self._stopping = threading.Event()
+        self._failing = False
+        self._thread = threading.Thread(target=self._run, name="warmroute-traces", daemon=True)
+
+    def add(self, trace: EndedTrace) -> None:
+        if len(self._queue) < MAX_QUEUED:
+            self._queue.append(trace)
+        else:
+            self._counters.traces_dropped["queue_full"] += 1
+
+    def start(self) -> None:
+        self._thread.start()
+
+    async def close(self) -> None:
+        """Send the remaining traces, or drop them after CLOSE_TIMEOUT_S."""
+        self._stopping.set()
+        until_s = time.monotonic() + CLOSE_TIMEOUT_S
+        while self._thread.is_alive():
+            if time.monotonic() >= until_s:
+                self._sender.stop()
+                dropped = len(self._queue)
+                self._counters.traces_dropped["shutdown"] += dropped
+                log.error(
+                    "trace_export_timed_out", "The collector is too slow; the remaining traces are lost.",
+                    dropped=dropped,
+                )  # fmt: skip
+                return
+            await asyncio.sleep(0.01)
+
+    # In the thread.
+
+    def _run(self) -> None:
+        due_s = 0.0
+        while not self._stopping.wait(min(CHECK_S, EXPORT_INTERVAL_S)):
+            now_s = time.monotonic()
+            if now_s >= due_s or len(self._queue) >= BATCH_TRACES:
+                self._send_queued()
+                due_s = now_s + EXPORT_INTERVAL_S
+        self._send_queued()
+
+    def _send_queued(self) -> None:
+        while batch := [self._queue.popleft() for _ in range(min(BATCH_TRACES, len(self._queue)))]:
+            try:
+                reason = self._sender.send(batch)
+            except Exception as error:  # a bug must not end the thread
+                reason = where_it_failed(error)
+            self._sent(len(batch), reason)
+
+    def _sent(self, count: int, failure: str) -> None:
+        counters = self._counters
+        if not failure:
+            counters.traces_exported += count
+            if self._failing:
+                self._failing = False
+                log.info("trace_export_recovered", dropped=counters.traces_dropped.total())
+            return
+        counters.traces_dropped["export_failed"] += count
+        if not self._failing:
+            self._failing = True
+            log.warning(
+                "trace_export_failed", "The router drops traces until the collector takes them.", reason=failure
+            )
+
+
+# Puts the parts of tracing together. OpenTelemetry is imported only if tracing is on.
+
+
+def create_tracing(
+    config: TracingConfig, counters: Counters, is_served: Callable[[str], bool]
+) -> tuple[Tracing, TraceExporter] | None:
+    """Return None if tracing is off. Raises ConfigError if OpenTelemetry is not installed."""
+    if not config.enabled:
+        return None
+    if os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
+        log.warning("tracing_disabled", "OTEL_SDK_DISABLED is true in the environment.")
+        return None
+    otlp = import_opentelemetry()
+    exporter = TraceExporter(lambda: otlp.OtlpSender(config, Random().getrandbits), counters)
+    return Tracing(config, counters, exporter.add, is_served), exporter
+
+
+def import_opentelemetry() -> Any:
+    """Return otlp.py. Raises ConfigError if OpenTelemetry is not installed."""
+    try:
+        return import_module("warmroute.app.otlp")
+    except ImportError as error:
+        if (error.name or "").startswith("warmroute"):
+            raise
+        raise missing_extra("tracing.enabled", error, "otel") from None

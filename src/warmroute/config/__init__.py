@@ -4,36 +4,49 @@ The router reads it from one TOML file. An unknown key is an error that names th
 `warmroute config-reference` generates docs/reference/configuration.md from this package.
 """
 
-from warmroute.config.addresses import canonical_address, is_loopback
-from warmroute.config.alert_settings import Alerts
-from warmroute.config.capture_settings import Capture
-from warmroute.config.changes import describe_changes
-from warmroute.config.cluster_settings import Cluster, RedisAddress, parse_redis_url
-from warmroute.config.config import Config, check, from_table, keys_needing_restart, load, tables
-from warmroute.config.discovery_settings import DEFAULT_ENGINE_PORT, DiscoveryConfig
-from warmroute.config.extras import missing_extra
-from warmroute.config.island_settings import IslandAffinity, IslandConfig
-from warmroute.config.journal_settings import Journal
-from warmroute.config.node_settings import NodeConfig, node_name
-from warmroute.config.picker_settings import Picker
-from warmroute.config.priority import PriorityName
-from warmroute.config.prompt_settings import ModelConfig, PromptDoctor, Prompts
-from warmroute.config.provisioner_settings import ProvisionerConfig
-from warmroute.config.route_settings import RouteConfig
-from warmroute.config.routing_settings import Admission, Index, Pricing, Routing
-from warmroute.config.scaling_settings import (
+from warmroute.config.alerts import Alerts
+from warmroute.config.clients import (
+    Admin,
+    KeyConfig,
+    Limits,
+    Listen,
+    Log,
+    Picker,
+    Shutdown,
+    Startup,
+    State,
+    canonical_address,
+    is_loopback,
+)
+from warmroute.config.cluster import Cluster, RedisAddress, parse_redis_url
+from warmroute.config.file import Config, check, describe_changes, from_table, keys_needing_restart, load, tables
+from warmroute.config.nodes import (
+    DEFAULT_ENGINE_PORT,
+    DiscoveryConfig,
+    Health,
+    Hedging,
+    IslandAffinity,
+    IslandConfig,
+    NodeConfig,
+    OutlierDetection,
+    Polling,
+    Upstream,
+    node_name,
+)
+from warmroute.config.prompts import ModelConfig, PromptDoctor, Prompts
+from warmroute.config.records import Capture, Journal, Tracing
+from warmroute.config.routing import Admission, Index, Pricing, PriorityName, RouteConfig, Routing
+from warmroute.config.scaling import (
     LOW_QUEUE_PER_NODE,
     LOW_UTILISATION,
     Hours,
     IslandLimits,
     Objective,
+    ProvisionerConfig,
     Scaling,
     ScalingReplay,
 )
-from warmroute.config.section import ConfigError, PolicyName, Section, describe_keys, parse_section
-from warmroute.config.serving_settings import Admin, KeyConfig, Limits, Listen, Log, Shutdown, Startup, State
-from warmroute.config.tracing_settings import Tracing
-from warmroute.config.upstream_settings import Health, Hedging, OutlierDetection, Polling, Upstream
+from warmroute.config.section import ConfigError, PolicyName, Section, describe_keys, missing_extra, parse_section
 
 __all__ = [
     "DEFAULT_ENGINE_PORT",

@@ -1,13 +1,18 @@
-"""Settings of the client side: listeners, limits, API keys, logs, shutdown."""
+"""Settings of the client side: listeners, keys of clients, limits, Envoy, shutdown."""
 
 from __future__ import annotations
 
+import ipaddress
+from collections.abc import Iterator
 from typing import Annotated, Final, Literal
+from urllib.parse import urlsplit
 
 from msgspec import Meta
 
-from warmroute.config.priority import PriorityName
+from warmroute.config.routing import PriorityName
 from warmroute.config.section import Bytes, Count, Port, Seconds, Section
+
+# Settings of the client side: listeners, limits, API keys, logs, shutdown.
 
 UNIX_PROXY: Final = "unix"
 """In `listen.trusted_proxies`: whoever connects to the router's unix socket."""
@@ -189,3 +194,94 @@ class KeyConfig(Section, frozen=True):
         str,
         Meta(description="Tenants with the same cache group share cached prefixes. Empty: no sharing."),
     ] = ""
+
+
+# Settings of `warmroute picker`, which chooses endpoints for Envoy.
+
+MAX_ENDPOINTS = 16
+
+
+class Picker(Section, frozen=True):
+    """The listener for Envoy, only used by `warmroute picker` (docs/guides/envoy.md)."""
+
+    host: Annotated[str, Meta(description="Address to listen on. `::` listens on IPv6 and IPv4.")] = "127.0.0.1"
+    port: Annotated[Port, Meta(description="TCP port for gRPC. 0 picks a free port and logs it.")] = 9002
+    tls_cert: Annotated[
+        str, Meta(description="PEM file with the certificate chain. Together with `tls_key` it enables TLS.")
+    ] = ""
+    tls_key: Annotated[str, Meta(description="PEM file with the private key of the certificate.")] = ""
+    tls_client_ca: Annotated[
+        str, Meta(description="PEM file with the authorities of client certificates. With it, Envoy must present one.")
+    ] = ""
+    message_timeout_s: Annotated[
+        float,
+        Meta(
+            gt=0,
+            description="`message_timeout` of Envoy's filter. A request waits for a node at most this long, less a "
+            "tenth, unless Envoy sends bodies as FULL_DUPLEX_STREAMED, which has no such timeout.",
+        ),
+    ] = 0.2
+    max_message_timeout_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="`max_message_timeout` of Envoy's filter. If a request has to wait, the picker asks Envoy for "
+            "this much time instead of `message_timeout_s`. 0: Envoy's filter does not set it.",
+        ),
+    ] = 0.0
+    max_endpoints: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=MAX_ENDPOINTS,
+            description="Endpoints that the picker names for a request: the chosen node and its fallbacks, in order.",
+        ),
+    ] = 4
+
+
+def picker_problems(picker: Picker) -> Iterator[str]:
+    """Find values that contradict each other."""
+    if bool(picker.tls_cert) != bool(picker.tls_key):
+        yield "picker.tls_cert and picker.tls_key must be set together"
+    if picker.tls_client_ca and not picker.tls_cert:
+        yield "picker.tls_client_ca: client certificates need picker.tls_cert and picker.tls_key"
+    if 0 < picker.max_message_timeout_s < picker.message_timeout_s:
+        yield "picker.max_message_timeout_s is shorter than picker.message_timeout_s; Envoy allows only a longer one"
+
+
+# Addresses in the configuration: which mean this machine, and which are equal.
+
+_ALL_ADDRESSES: Final = ("", "0.0.0.0", "::")
+
+
+def is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def same_port(host: str, port: int, other_host: str, other_port: int) -> bool:
+    """Return whether two listeners would need the same port of the same address. Port 0 is any free port."""
+    if not port or port != other_port:
+        return False
+    first, second = _canonical_host(host), _canonical_host(other_host)
+    return first == second or first in _ALL_ADDRESSES or second in _ALL_ADDRESSES
+
+
+def canonical_address(url: str) -> tuple[str, int]:
+    """Return host and port of a valid URL; equal for different spellings of the same address."""
+    parts = urlsplit(url)
+    return _canonical_host(parts.hostname or ""), parts.port or (443 if parts.scheme == "https" else 80)
+
+
+def _canonical_host(host: str) -> str:
+    host = host.lower().rstrip(".")
+    if host == "localhost":
+        return "127.0.0.1"
+    try:
+        return str(ipaddress.ip_address(host))
+    except ValueError:
+        return host

@@ -1,15 +1,216 @@
-"""Settings of discovery, which finds nodes that others start: each `[[discovery]]` is one source."""
+"""Settings of the node side: nodes, islands, KV stores, discovery, connections, health checks, polling."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Annotated, Literal
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Final, Literal
+from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import Meta
 
-from warmroute.config.node_settings import MaxInflight, Role
-from warmroute.config.section import Port, Seconds, Section
+from warmroute.config.section import NOT_IN_FILE, ConfigError, Count, Port, Seconds, Section
+
+# A node: its address, models, engine, island and KV events.
+
+Role = Literal["mixed", "prefill", "decode"]
+MAX_NAME_LENGTH: Final = 200
+"""Characters in a node's name."""
+
+
+MaxInflight = Annotated[
+    int,
+    Meta(
+        ge=0,
+        le=1_000_000,
+        description="Requests that the router sends to the node at the same time. Further ones wait at the router, or "
+        "get 429 where they may not wait. 0: no limit.",
+    ),
+]
+
+
+class NodeConfig(Section, frozen=True):
+    """An engine endpoint."""
+
+    url: Annotated[str, Meta(description="Base URL: `http://host:port` or `https://host:port`.")]
+    name: Annotated[
+        str, Meta(description="Name in metrics, logs and the admin API, without control characters. Empty: host:port.")
+    ] = ""
+    models: Annotated[
+        tuple[str, ...], Meta(description="Models that the node serves. Empty: read from its /v1/models.")
+    ] = ()
+    max_model_len: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=1_000_000_000,
+            description="Maximum number of prompt and output tokens together. 0: as the engine reports in /v1/models.",
+        ),
+    ] = 0
+    max_inflight: MaxInflight = 0
+    engine: Annotated[
+        Literal["auto", "vllm", "sglang", "trtllm"],
+        Meta(description="Engine of the node. `auto`: detected from its metrics."),
+    ] = "auto"
+    role: Annotated[
+        Role,
+        Meta(
+            description="`prefill` nodes prefill prompts for other nodes, and serve whole requests while they are "
+            "idle and that costs less. `decode` nodes decode answers, and prefill where that costs less. `mixed` nodes "
+            "do both."
+        ),
+    ] = "mixed"
+    bootstrap_port: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=65_535,
+            description="Port of a prefill node's bootstrap server (SGLang's `--disaggregation-bootstrap-port`).",
+        ),
+    ] = 8998
+    kv_store: Annotated[
+        str,
+        Meta(
+            description="Shared KV store of the node: the name of a `[[kv_stores]]`. Empty: that of its island, if any."
+        ),
+    ] = ""
+    island: Annotated[
+        str, Meta(description="Island of the node: provider and region, for example `aws/us-east-1`.")
+    ] = "local"
+    gpu: Annotated[str, Meta(description="GPU of the node, for example `L4`. The autoscaler learns speeds by GPU.")] = (
+        ""
+    )
+    gpus: Annotated[
+        int, Meta(ge=1, le=1024, description="Number of GPUs of the node. Metrics of GPU seconds count all of them.")
+    ] = 1
+    usd_per_hour: Annotated[float, Meta(ge=0, description="Cost of the node. 0: unknown.")] = 0.0
+    api_key_env: Annotated[str, Meta(description="Environment variable with the API key that the node requires.")] = ""
+    kv_events: Annotated[
+        str,
+        Meta(
+            pattern="^(auto|off|tcp://.+:[0-9]+)$",
+            description="Endpoint of the node's KV events: `auto` (from the engine), `off`, or `tcp://host:port` "
+            "(`*`: the node's host).",
+        ),
+    ] = "auto"
+    kv_replay: Annotated[
+        str,
+        Meta(
+            pattern="^(tcp://.+:[0-9]+)?$",
+            description="Endpoint that replays missed KV events: `tcp://host:port`. Empty: from the engine.",
+        ),
+    ] = ""
+
+
+def node_name(node: NodeConfig) -> str:
+    """Return the node's name. Raises ConfigError if its name or its URL is invalid.
+
+    The name is printed in logs and sent in headers, so it must not contain control characters.
+    """
+    if len(node.name) > MAX_NAME_LENGTH or not node.name.isprintable():
+        raise ConfigError(
+            f"nodes.name: {node.name[:MAX_NAME_LENGTH]!r} contains control characters or is longer than "
+            f"{MAX_NAME_LENGTH} characters"
+        )
+    if not node.url.isprintable() or " " in node.url:
+        raise ConfigError(f"nodes.url: {node.url!r} contains spaces or control characters")
+    scheme, separator, rest = node.url.partition("://")
+    host_port = rest.rstrip("/")
+    if not separator or scheme not in ("http", "https") or not host_port:
+        raise ConfigError(f"nodes.url: {node.url!r} does not look like http://host:port")
+    if "/" in host_port or "?" in host_port or "@" in host_port:
+        raise ConfigError(f"nodes.url: {node.url!r} contains more than scheme, host and port")
+    try:
+        parts = urlsplit(node.url)
+        valid = bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        valid = False
+    if not valid:
+        raise ConfigError(f"nodes.url: {node.url!r} has no host or an invalid port")
+    return node.name or host_port
+
+
+# Settings of islands: the network between the router and its nodes, and when a conversation leaves its island.
+
+
+class IslandConfig(Section, frozen=True):
+    """An island: nodes that share a cheap network. An island without this table has a measured round trip and no
+    egress cost."""
+
+    name: Annotated[str, Meta(min_length=1, description="Name that nodes use, for example `aws/us-east-1`.")]
+    round_trip_ms: Annotated[
+        float,
+        Meta(ge=0, description="Network round trip between the router and the island. 0: measured by health checks."),
+    ] = 0.0
+    egress_usd_per_gb: Annotated[
+        float,
+        Meta(ge=0, description="Cost of traffic between the router and the island, for requests and responses."),
+    ] = 0.0
+
+
+class IslandAffinity(Section, frozen=True):
+    """When a conversation leaves its island, for the policy `price` and models with nodes on several islands."""
+
+    max_delay_ms: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="A conversation leaves its island if its first token would come this much later there than "
+            "on another island.",
+        ),
+    ] = 1000.0
+    gpu_usd_per_hour: Annotated[
+        float, Meta(gt=0, description="Cost of a GPU. The router uses it to convert egress cost into time.")
+    ] = 2.0
+    enabled: Annotated[bool, NOT_IN_FILE] = True
+    """Off: the router prices every turn of a conversation on all islands."""
+
+
+def island_problems(islands: Sequence[IslandConfig]) -> Iterator[str]:
+    """Find islands with the same name."""
+    names: set[str] = set()
+    for island in islands:
+        if island.name in names:
+            yield f"islands: {island.name!r} is defined twice"
+        names.add(island.name)
+
+
+# Settings of shared KV stores, such as LMCache's remote backend or a Mooncake store.
+
+
+class KvStoreConfig(Section, frozen=True):
+    """A KV store that several nodes read and write. What one of them has prefilled, the others can load."""
+
+    name: Annotated[str, Meta(min_length=1, description="Name, for `nodes.kv_store` and the metrics.")]
+    capacity_tokens: Annotated[
+        Count, Meta(description="Tokens that fit: the store's bytes divided by the bytes of KV cache per token.")
+    ]
+    island: Annotated[
+        str, Meta(description="All nodes of this island use the store. Empty: those with `nodes.kv_store`.")
+    ] = ""
+
+
+def kv_store_of(node: NodeConfig, stores: Sequence[KvStoreConfig]) -> str:
+    """Return the name of the node's store; empty if it has none."""
+    return node.kv_store or next((one.name for one in stores if one.island and one.island == node.island), "")
+
+
+def kv_store_problems(stores: Sequence[KvStoreConfig], nodes: Sequence[NodeConfig]) -> Iterator[str]:
+    """Find values that contradict each other."""
+    names = [store.name for store in stores]
+    for name in dict.fromkeys(names):
+        if names.count(name) > 1:
+            yield f"kv_stores: {name!r} is defined twice"
+    islands = [store.island for store in stores if store.island]
+    for island in dict.fromkeys(islands):
+        if islands.count(island) > 1:
+            yield f"kv_stores: two stores have the island {island!r}"
+    for node in nodes:
+        if node.kv_store and node.kv_store not in names:
+            yield f"nodes.kv_store: no [[kv_stores]] has the name {node.kv_store!r}"
+
+
+# Settings of discovery, which finds nodes that others start: each `[[discovery]]` is one source.
 
 DEFAULT_ENGINE_PORT = 8000
 """Port of an engine whose source names none: that of vLLM."""
@@ -152,3 +353,114 @@ def _problems(one: DiscoveryConfig) -> Iterator[str]:
         yield f"discovery: kind 'kubernetes' requires one of service, pod_selector and inference_pool ({one.label})"
     if one.inference_pool and (one.port or one.port_name):
         yield f"discovery: the InferencePool names the ports; remove port and port_name ({one.label})"
+
+
+# How the router talks to nodes: connections, health checks, polling of their metrics.
+
+
+class Upstream(Section, frozen=True):
+    """Connections to nodes."""
+
+    connect_timeout_s: Annotated[Seconds, Meta(description="Time to connect to a node, including TLS.")] = 2.0
+    first_byte_timeout_s: Annotated[
+        Seconds,
+        Meta(description="Time for a node to start its response. Without streaming, it starts when it is complete."),
+    ] = 600.0
+    between_chunks_timeout_s: Annotated[Seconds, Meta(description="Maximum time between two chunks of a response.")] = (
+        120.0
+    )
+    idle_timeout_s: Annotated[
+        Seconds,
+        Meta(description="Time the router keeps an unused connection. Must be below the node's own: 5 s for vLLM."),
+    ] = 4.0
+    max_attempts: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="Maximum number of nodes the router tries for a request before it answers with an error. "
+            "0: every eligible node.",
+        ),
+    ] = 0
+    ca_file: Annotated[
+        str, Meta(description="PEM file with the CA certificates for https nodes. Empty: those of the system.")
+    ] = ""
+
+
+class Health(Section, frozen=True):
+    """Health checks and circuit breakers."""
+
+    interval_s: Annotated[Seconds, Meta(description="Time between two health checks of a node, plus jitter.")] = 1.0
+    timeout_s: Annotated[Seconds, Meta(description="Timeout of a health check and of a metrics read.")] = 2.0
+    path: Annotated[str, Meta(description="Path of the health check.", pattern="^/")] = "/health"
+    consecutive_timeouts: Annotated[
+        Count,
+        Meta(
+            description="Consecutive health check timeouts after which a node is down, unless it answers requests "
+            "in the meantime."
+        ),
+    ] = 3
+    consecutive_failures: Annotated[
+        Count, Meta(description="Consecutive failed requests after which the circuit breaker of a node opens.")
+    ] = 5
+    breaker_open_s: Annotated[
+        Seconds, Meta(description="Time for which a circuit breaker opens at first. It doubles with each failed trial.")
+    ] = 0.5
+    breaker_open_max_s: Annotated[Seconds, Meta(description="Maximum time for which a circuit breaker opens.")] = 15.0
+    slow_start_s: Annotated[
+        float,
+        Meta(ge=0, description="Time over which the traffic of a recovered node rises to its full share. 0: at once."),
+    ] = 10.0
+
+
+class Hedging(Section, frozen=True):
+    """Sending a request that waits too long for its first token to a second node as well."""
+
+    max_ratio: Annotated[
+        float,
+        Meta(ge=0, le=1, description="Maximum share of requests that the router hedges, beside ten at once. 0: none."),
+    ] = 0.05
+    factor: Annotated[
+        float,
+        Meta(ge=1, description="A first token is overdue after this many times the time that the router expected."),
+    ] = 5.0
+    min_delay_s: Annotated[
+        Seconds, Meta(description="A first token is not overdue before this time, whatever the router expected.")
+    ] = 2.0
+
+
+class OutlierDetection(Section, frozen=True):
+    """Ejection of nodes that answer far worse than their peers."""
+
+    interval_s: Annotated[
+        Seconds,
+        Meta(description="Time over which the requests of a node are judged. A slow one is ejected after this time."),
+    ] = 10.0
+    min_requests: Annotated[Count, Meta(description="A node with fewer requests in this time is not judged.")] = 10
+    failure_ratio: Annotated[
+        float, Meta(ge=0, le=1, description="Share of failed requests from which on a node is ejected. 0: never.")
+    ] = 0.5
+    slow_factor: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="A node is ejected if its prompt tokens take this many times as long as before, unless other "
+            "nodes slow down as well, or as on other nodes with the same `gpu`. 0: never.",
+        ),
+    ] = 5.0
+    ejection_s: Annotated[
+        Seconds,
+        Meta(description="Time of a node's first ejection. Each further one takes this much longer, up to 300 s."),
+    ] = 30.0
+    max_ejected_ratio: Annotated[
+        float,
+        Meta(
+            ge=0, le=1, description="A node is not ejected if more than this share of its model's nodes would be out."
+        ),
+    ] = 0.5
+
+
+class Polling(Section, frozen=True):
+    """Polling of the nodes' own metrics."""
+
+    interval_s: Annotated[Seconds, Meta(description="Time between two reads of a node's /metrics, plus jitter.")] = 1.0
+    stale_s: Annotated[Seconds, Meta(description="Age after which the router ignores a node's metrics.")] = 5.0

@@ -1,16 +1,153 @@
-"""Settings for a subset of the requests, selected by model, path, tenant or header."""
+"""Settings of routing: policies, prices, admission, index, priorities, routes and how a request finds its route."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal, get_args
 
 import msgspec
 from msgspec import Meta
 
-from warmroute.config.priority import PriorityName
-from warmroute.config.routing_settings import Admission, Pricing, Routing
-from warmroute.config.section import PolicyName, PrefixKey, Section
+from warmroute.config.section import NOT_IN_FILE, Count, PolicyName, PrefixKey, Section
+
+# Settings of routing policies, admission and the cache index.
+
+
+class Index(Section, frozen=True):
+    """The index of the nodes' KV caches."""
+
+    memory_bytes: Annotated[
+        int, Meta(ge=1 << 20, description="Maximum memory. A cached block of a node takes about 48 bytes.")
+    ] = 268_435_456
+    min_prompt_tokens: Annotated[
+        int, Meta(ge=0, description="The router ignores caches for prompts shorter than this and routes them by load.")
+    ] = 200
+    assumed_cache_tokens: Annotated[
+        Count, Meta(description="Size of a node's KV cache if the node does not report it.")
+    ] = 131_072
+
+
+class Routing(Section, frozen=True):
+    """The routing policy."""
+
+    policy: Annotated[PolicyName, Meta(description="Policy that picks the node for a request.")] = "price"
+    session_headers: Annotated[
+        tuple[str, ...], Meta(description="Request headers with a session id. The first one present counts.")
+    ] = ("x-session-id", "x-conversation-id")
+    prefix_key: Annotated[
+        PrefixKey,
+        Meta(
+            description="What requests of `prefix_hash` share a node by: the start of the system prompt and of the "
+            "first user message, of the system prompt alone, or of the whole prompt (system prompt, tools, messages). "
+            "The last two also place requests of `session` that name no session."
+        ),
+    ] = "system_and_user"
+    prefix_characters: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=65_536,
+            description="Length of these starts in characters, four of which are about a token. `system_and_user` and "
+            "`system` use at most 256.",
+        ),
+    ] = 256
+    seed: Annotated[
+        int, Meta(description="Seed of random choices, for reproducible experiments. 0: from the operating system.")
+    ] = 0
+    load_factor: Annotated[float, Meta(ge=1), NOT_IN_FILE] = 1.25
+    """`prefix_hash` and `session` skip a node with more than this × the mean number of requests in flight."""
+
+    @property
+    def looks_up_caches(self) -> bool:
+        return self.policy in ("approximate", "overlap", "price")
+
+    @property
+    def uses_kv_events(self) -> bool:
+        """Whether the policy needs the nodes' KV events."""
+        return self.policy in ("overlap", "price")
+
+
+class Pricing(Section, frozen=True):
+    """The policy `price`."""
+
+    second_home_ms: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="Extra time a request may take on another node in order to cache a hot prefix there, too. "
+            "0: only where it takes no longer.",
+        ),
+    ] = 250.0
+    cache_weight: Annotated[
+        float, Meta(ge=0, le=1, description="Weight of cached prefix tokens: 1 counts all, 0 routes by load alone.")
+    ] = 1.0
+    late_penalty_ms: Annotated[
+        float, Meta(ge=0, description="Penalty in milliseconds for missing the TTFT deadline.")
+    ] = 10_000.0
+    adapter_load_ms: Annotated[float, Meta(ge=0, description="Time a node takes to load a LoRA adapter.")] = 200.0
+    split: Annotated[
+        Literal["by_price", "always", "never"],
+        Meta(
+            description="When a `prefill` node prefills for another node: where that costs less, always if a prefill "
+            "node is up, or never."
+        ),
+    ] = "by_price"
+    max_saving_ms: Annotated[float, Meta(gt=0), NOT_IN_FILE] = 60_000.0
+    """Upper limit for the time that a cached prefix saves, so that no prefix keeps its node for ever."""
+    room: Annotated[bool, NOT_IN_FILE] = True
+    """Count the time to free KV memory on a full node."""
+    memory: Annotated[bool, NOT_IN_FILE] = True
+    """Count the cost of the blocks that a request evicts from a node's cache."""
+    congestion: Annotated[bool, NOT_IN_FILE] = True
+    """Count the time that a request adds to those behind it."""
+
+
+class Admission(Section, frozen=True):
+    """Which requests the router sends on, queues or rejects."""
+
+    queue_at_router: Annotated[
+        bool,
+        Meta(
+            description="Queue requests in the router, not in the engine, until their node has room. For the policy "
+            "`price`."
+        ),
+    ] = True
+    max_node_backlog_ms: Annotated[
+        float,
+        Meta(gt=0, description="Prefill work left on a node above which further requests wait in the router."),
+    ] = 250.0
+    max_waiting: Annotated[
+        Count,
+        Meta(
+            description="Maximum number of requests waiting in the router. Above: 429 for the newest request of the "
+            "tenant with the most of them. Low priority: 429 above half of it, and waiting requests make room for "
+            "others. High priority: no limit."
+        ),
+    ] = 4096
+    max_wait_s: Annotated[
+        float, Meta(ge=0, description="Maximum time a request waits in the router. Above: 503. 0: no limit.")
+    ] = 0.0
+    queue_threshold: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="The router skips nodes with this many requests in their own queue. If all nodes have: 429. "
+            "Low priority: half of it. High priority: no limit. 0: no limit. For all policies.",
+        ),
+    ] = 0
+
+
+# Priorities of requests: names in the configuration, headers and metrics; numbers in the admission queue.
+
+PriorityName = Literal["high", "normal", "low"]
+HIGH, NORMAL, LOW = range(3)
+"""A lower number is served first."""
+PRIORITY_NAMES: Final[tuple[PriorityName, ...]] = get_args(PriorityName)
+"""By number."""
+PRIORITY_NUMBERS: Final[dict[str, int]] = {name: number for number, name in enumerate(PRIORITY_NAMES)}
+
+
+# Settings for a subset of the requests, selected by model, path, tenant or header.
 
 _ROUTING_KEYS = ("policy", "prefix_key", "prefix_characters")
 _PRICE_KEYS = ("cache_weight",)
@@ -146,3 +283,67 @@ def wildcard(pattern: str) -> Callable[[str], bool]:
         return True
 
     return matches
+
+
+# Routes: the first route that matches a request by model, path, tenant and header decides its settings.
+#
+# Router and Admission look up their own settings by the route's name. So after a reload, a queued request gets the new
+# settings of its route, or the defaults if the route is gone.
+
+Matches = Callable[[str], bool]
+GetHeader = Callable[[bytes], bytes]
+"""Returns the value of a request header; empty if the request does not have it."""
+
+
+class Route:
+    __slots__ = (
+        "_header", "_header_value", "_model", "_path", "_tenant", "ends_late", "engine_fields", "name", "priority",
+        "total_s", "ttft_s",
+    )  # fmt: skip
+
+    def __init__(self, config: RouteConfig) -> None:
+        self.name = config.name
+        self.priority = PRIORITY_NUMBERS[config.priority]
+        self.ttft_s = config.ttft_deadline_ms / 1000.0
+        self.engine_fields = config.allow_engine_fields
+        """Whether clients may set the fields with which engines exchange KV caches."""
+        self.total_s = config.total_deadline_ms / 1000.0
+        self.ends_late = config.on_deadline == "end"
+        self._model = _pattern(config.model)
+        self._path = _pattern(config.path)
+        self._tenant = _pattern(config.tenant)
+        name, equals, value = config.header.partition("=")
+        self._header = name.lower().encode()
+        self._header_value = _pattern(value.strip()) if equals else None
+
+    def matches(self, model: str, path: str, tenant: str, header: GetHeader) -> bool:
+        return (
+            (self._model is None or self._model(model))
+            and (self._tenant is None or self._tenant(tenant))
+            and (self._path is None or self._path(path))
+            and (not self._header or self._header_matches(header(self._header)))
+        )
+
+    def _header_matches(self, value: bytes) -> bool:
+        if not value:
+            return False
+        return self._header_value is None or self._header_value(value.decode("latin-1"))
+
+
+class Routes:
+    def __init__(self, routes: Sequence[RouteConfig] = ()) -> None:
+        self._routes = tuple(Route(config) for config in routes)
+
+    def __bool__(self) -> bool:
+        return bool(self._routes)
+
+    def pick(self, model: str, path: str, tenant: str, header: GetHeader) -> Route | None:
+        for route in self._routes:
+            if route.matches(model, path, tenant, header):
+                return route
+        return None
+
+
+def _pattern(text: str) -> Matches | None:
+    """Return a function that matches a value against the pattern; None if it is empty."""
+    return wildcard(text) if text else None

@@ -1,4 +1,4 @@
-"""The base class of all tables in the configuration file, and the error messages for invalid values."""
+"""A table of the configuration file: typed keys with one default each, and errors that name the nearest known key."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from typing import Annotated, Any, Final, Literal, NamedTuple, TypeVar, Union, g
 
 import msgspec
 from msgspec import Meta
+
+# The base class of all tables in the configuration file, and the error messages for invalid values.
 
 Seconds = Annotated[float, Meta(gt=0)]
 Count = Annotated[int, Meta(ge=1)]
@@ -251,3 +253,14 @@ def _type_name(hint: Any) -> str:
     if get_origin(hint) in (UnionType, Union):
         return ", ".join(_type_name(kind) for kind in get_args(hint) if kind is not NoneType)
     return {str: "text", int: "whole number", float: "number", bool: "true / false"}.get(hint, str(hint))
+
+
+# Packages that only some settings need: the extras of pyproject.toml.
+
+
+def missing_extra(setting: str, error: ImportError, extra: str) -> ConfigError:
+    """Return the error for a setting whose package is not installed."""
+    return ConfigError(
+        f"{setting} needs the package {error.name}, which is not installed: install Warmroute with its extra {extra!r} "
+        f"(pip install '.[{extra}]' in its checkout)"
+    )

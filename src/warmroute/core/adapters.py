@@ -14,7 +14,8 @@ from weakref import WeakKeyDictionary
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from warmroute.fleet.group import Candidates
+    from warmroute.core.fleet import Candidates
+
 
 DEFAULT_SLOTS: Final = 8
 """SGLang's default, for engines that do not report it. vLLM does."""

@@ -1,42 +1,24 @@
-"""Admission: sends a request to its node now, queues it at the router, or rejects it. Takes events and a clock; no I/O.
-
-A request whose cheapest node has room goes there at once. Otherwise it waits in the admission queue and not in the
-engine's: until its turn comes, its cached prefix may be evicted, or another node may become cheaper. When a node has
-room again, admission decides again for the first queued requests, in the queue's order (admission_queue.py).
-
-A node's room also grows with time. So a new request that finds room may find requests that wait for it, too: those of
-them that come before it in the queue's order go first.
-
-Admission rejects a request that cannot meet its deadline, that finds the queue full (queue_limits.py), or that must not
-queue.
-
-A pending request may call back into admission from `on_admitted` and `on_rejected`, to submit another request or to
-free a node. So no code here relies on a lookup made before such a call.
-"""
+"""Who is admitted, waits or is rejected: eligible nodes, overdue turns, and requests that no node can serve yet."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from math import inf
 from typing import Final
 
 from warmroute.config import Admission as AdmissionConfig
 from warmroute.config import RouteConfig
-from warmroute.config.priority import LOW
-from warmroute.fleet.group import Group
-from warmroute.fleet.node import Node
-from warmroute.index.lookup import Lookup
-from warmroute.prompt.routing_request import RoutingRequest
-from warmroute.routing import eligible_nodes
-from warmroute.routing.admission_queue import LONG_WAIT_S, AdmissionQueue, Key
-from warmroute.routing.deadline_check import check_deadlines
-from warmroute.routing.decision import Decision
-from warmroute.routing.overdue_turns import OverdueTurns
-from warmroute.routing.queue_limits import QueueLimits
-from warmroute.routing.queued_request import PendingRequest, QueuedRequest, QueueOrder
-from warmroute.routing.router import Router
-from warmroute.routing.routing_errors import (
+from warmroute.config.routing import HIGH, LOW
+from warmroute.core.cluster.turns import Turns
+from warmroute.core.decision import Decision, check_deadlines, max_ttft_ms, missed
+from warmroute.core.demand import UNMEASURED_S
+from warmroute.core.fleet import Group
+from warmroute.core.messages import Lookup, RoutingRequest
+from warmroute.core.node import Node
+from warmroute.core.queue import LONG_WAIT_S, AdmissionQueue, Key, QueueLimits
+from warmroute.core.queue_order import GRACE_S, PendingRequest, QueuedRequest, QueueOrder
+from warmroute.core.rejections import (
     Displaced,
     HeldTooLong,
     NodeQueuesFull,
@@ -48,9 +30,287 @@ from warmroute.routing.routing_errors import (
     RoutingError,
     WouldQueue,
 )
-from warmroute.routing.turns import Turns
-from warmroute.routing.waiting_guarantee import GRACE_S
-from warmroute.routing.without_node import WithoutNode
+from warmroute.core.router import Router
+
+# Checks whether a decision's node is eligible for the request, and decides again among the nodes that are.
+#
+# A node is not eligible if its own queue is too long, or if it would miss the request's deadline.
+
+SOME_FULL: Final = "other nodes are at max_inflight"
+"""Reason of a decision for a node that was not full, where a better one was."""
+SOME_BUSY: Final = "other nodes are at their learned concurrency limit"
+ALL_BUSY: Final = "every node is at its learned concurrency limit"
+ALL_FULL: Final = "every node is at max_inflight"
+"""Reason of a decision for a full node: the request waits for it."""
+
+
+def eligible(router: Router, request: RoutingRequest, decision: Decision, threshold: int, now_s: float) -> Decision:
+    """Return a decision for a node whose queue is short enough and that meets the deadlines. Raises NotAdmitted."""
+    if threshold:
+        decision = below_queue_threshold(router, request, decision, threshold)
+    if not request.may_queue:
+        decision = without_queue(router, decision)
+    if request.deadline_s or request.total_deadline_s:
+        decision = within_deadlines(router, request, decision, now_s)
+    return decision
+
+
+def queue_limit(request: RoutingRequest, threshold: int) -> float:
+    """Return the length of a node's own queue from which on the request may not go there."""
+    return threshold / 2 if request.priority == LOW else threshold
+
+
+def is_over_threshold(request: RoutingRequest, node: Node, threshold: int) -> bool:
+    """Return whether the node's own queue is too long for the request."""
+    return bool(threshold) and request.priority != HIGH and node.queued >= queue_limit(request, threshold)
+
+
+def below_queue_threshold(router: Router, request: RoutingRequest, decision: Decision, threshold: int) -> Decision:
+    """Return a decision for a node whose own queue is below the threshold. Raises NodeQueuesFull if there is none."""
+    limit = queue_limit(request, threshold)
+    if decision.node.queued < limit:
+        return decision
+    found = _among(router, decision, lambda node: node.queued < limit, "other nodes are over the queue threshold")
+    if found is None and request.priority != HIGH:
+        raise NodeQueuesFull(_queue_s(decision, limit))
+    return found or decision
+
+
+def below_limits(
+    router: Router, request: RoutingRequest, decision: Decision, threshold: int, now_s: float, *, counts_learned: bool
+) -> Decision:
+    """Return a decision for nodes with fewer requests than their `max_inflight` and, if that counts, their learned
+    concurrency limit. If there is none, or none that meets the request's deadlines, return the same decision."""
+    some, all_ = (SOME_FULL, ALL_FULL) if decision.is_full else (SOME_BUSY, ALL_BUSY)
+
+    def has_place(node: Node) -> bool:
+        return not (
+            node.is_full
+            or (counts_learned and node.at_concurrency_limit)
+            or is_over_threshold(request, node, threshold)
+            or (node.waiting and not request.may_queue)
+        )  # fmt: skip
+
+    found = _among(router, decision, has_place, some)
+    has_deadline = request.deadline_s or request.total_deadline_s
+    if found is None or found.is_full or (has_deadline and check_deadlines(request, found, now_s) is not None):
+        decision.reason = all_
+        return decision
+    return found
+
+
+def without_queue(router: Router, decision: Decision) -> Decision:
+    """Return a decision for a node without a queue of its own. Raises WouldQueue if there is none."""
+    if not decision.node.waiting:
+        return decision
+    found = _among(router, decision, lambda node: not node.waiting, "other nodes have a queue")
+    if found is None:
+        raise WouldQueue(_queue_s(decision, 1.0))
+    return found
+
+
+def within_deadlines(router: Router, request: RoutingRequest, decision: Decision, now_s: float) -> Decision:
+    """Return a decision for a node that meets the request's deadlines. Raises DeadlineUnreachable if there is none."""
+    missed = check_deadlines(request, decision, now_s)
+    if missed is None:
+        return decision
+    prices, query = decision.prices, decision.query
+    if prices is not None and query is not None:
+        index = prices.cheapest_within(max_ttft_ms(request, decision, now_s))
+        if index >= 0 and decision.candidates[index] is not decision.node:
+            other = router.decide_among((decision.candidates[index],), query)
+            other.reason = "other nodes would miss its deadline"
+            if check_deadlines(request, other, now_s) is None:
+                return other
+    raise missed
+
+
+def check_deadlines_behind_queue(
+    queue: AdmissionQueue, request: RoutingRequest, decision: Decision, now_s: float
+) -> None:
+    """Raise DeadlineUnreachable if the request would miss a deadline because of the requests queued ahead of it.
+
+    The nodes of the model share the work of those requests.
+    """
+    price, query = decision.price, decision.query
+    if price is None or query is None:
+        return
+    queue_ms = queue.work_ahead_ms(request, query.group, price.prefill, now_s) / len(query.candidates)
+    missed = check_deadlines(request, decision, now_s, queue_ms=queue_ms)
+    if missed is not None:
+        raise missed
+
+
+def _queue_s(decision: Decision, limit: float) -> float:
+    """Return after how long the first node's own queue is shorter than `limit`. By Little's law, a node ends as many
+    requests per second as it has, divided by how long one takes."""
+    query = decision.query
+    assert query is not None
+    return min(
+        (node.latency_ms / 1000.0 * (node.queued + 1.0 - limit) / (node.running + node.queued)
+         if node.latency_ms and node.queued else UNMEASURED_S)
+        for node in query.candidates.nodes
+    )  # fmt: skip
+
+
+def _among(router: Router, decision: Decision, eligible: Callable[[Node], bool], reason: str) -> Decision | None:
+    query = decision.query
+    assert query is not None
+    nodes = [node for node in query.candidates.nodes if eligible(node)]
+    if not nodes:
+        return None
+    found = router.decide_among(nodes, query)
+    found.reason = reason
+    return found
+
+
+# Requests that wait although no node can serve them: for the first node of an autoscaled fleet, or for the first
+# health check of a new node. Those that wait for room on a node are in `Admission`.
+
+FIRST_CHECK_WAIT_S: Final = 5.0
+"""How long a request waits for the first health check of a new node while no other node can serve it."""
+
+
+class WithoutNode:
+    def __init__(
+        self,
+        queue: AdmissionQueue,
+        router: Router,
+        find_place: Callable[[PendingRequest, float], tuple[Decision, bool]],
+        config_of: Callable[[RoutingRequest], AdmissionConfig],
+    ) -> None:
+        """`find_place` decides for a request, and returns whether it goes at once. `config_of`: its settings."""
+        self._queue = queue
+        self._router = router
+        self._find_place = find_place
+        self._config_of = config_of
+        self.first_node_wait_s = 0.0
+        """How long a request waits for a first node, if the fleet is autoscaled; 0: it is rejected at once."""
+
+    def wait_s(self, request: RoutingRequest) -> float:
+        """How long a request waits while no node can serve it. 0: it is rejected at once."""
+        return self.first_node_wait_s or (FIRST_CHECK_WAIT_S if self._router.awaits_first_check(request.model) else 0.0)
+
+    def check(self, now_s: float, margin_s: float) -> None:
+        """Continue with the requests whose first node has joined, and reject those that waited too long for it, or that
+        would miss a deadline in less than `margin_s`."""
+        queue = self._queue
+        waits_s: dict[str, float] = {}  # by model
+        for key, pending in list(queue.waiting_for_first_node.items()):
+            if key not in queue.waiting_for_first_node:
+                continue
+            request = pending.request
+            try:
+                decision, goes_at_once = self._find_place(pending, now_s)
+            except NoNodeAvailable as error:
+                if request.model not in waits_s:
+                    waits_s[request.model] = self.wait_s(request)
+                wait_s = waits_s[request.model]
+                since_s = request.arrived_s if self.first_node_wait_s else queue.without_node_since_s[key]
+                until_s = min(since_s + wait_s, request.arrived_s + (self._config_of(request).max_wait_s or inf))
+                due_s = min(request.deadline_s or inf, request.total_deadline_s or inf) - margin_s
+                if not wait_s or now_s > until_s or now_s > due_s:
+                    queue.remove_without_node(pending)
+                    why = QueueTimeout() if now_s <= due_s else missed(request, now_s)
+                    pending.on_rejected(why if wait_s else error)
+            except RoutingError as error:
+                queue.remove_without_node(pending)
+                pending.on_rejected(error)
+            else:
+                if goes_at_once:
+                    queue.remove_without_node(pending)
+                    pending.on_admitted(decision)
+                else:
+                    queue.first_node_joined(pending, decision)
+
+
+# Which overdue request gets a node that has room (see queue_order.py). No I/O.
+
+EXAMINED_OVERDUE: Final = 4
+"""How many of the oldest overdue requests are examined, and how many of the oldest that wait for this node."""
+OVERDUE: Final = "its waiting guarantee came due"
+"""Reason of a decision by which an overdue request gets its node."""
+
+
+class OverdueTurns:
+    def __init__(
+        self,
+        queue: AdmissionQueue,
+        router: Router,
+        is_current: Callable[[Key, QueuedRequest, float], bool],
+        over_threshold: Callable[[RoutingRequest, Node], bool],
+    ) -> None:
+        """`is_current` updates the decision of a queued request, and returns False if it does not wait any more.
+        `over_threshold`: whether the node's own queue is too long for the request."""
+        self._queue = queue
+        self._router = router
+        self._is_current = is_current
+        self._over_threshold = over_threshold
+
+    def next_for(self, node: Node, without_low: bool, now_s: float) -> tuple[Key, QueuedRequest] | None:
+        """Return the overdue request that gets this node by its guarantee."""
+        guarantee = self._queue.guarantee
+        if guarantee.credit_ms(node) < 0.0:
+            return None
+        for queued in guarantee.oldest_overdue(node, EXAMINED_OVERDUE):
+            request = queued.pending.request
+            key = (request.priority, request.tenant)
+            if (without_low and key[0] == LOW) or not self._is_current(key, queued, now_s):
+                continue
+            if queued.decision.is_full:
+                continue
+            waits_for_it = queued.decision.entry_node is node
+            if not (waits_for_it or queued.may_go_to(node)) or self._over_threshold(request, node):
+                continue
+            if waits_for_it:
+                queued.decision.reason = OVERDUE
+                return key, queued
+            return (key, queued) if self._credit_pays_for(node, key, queued) else None
+        return None
+
+    def _credit_pays_for(self, node: Node, key: Key, queued: QueuedRequest) -> bool:
+        """Decide for this node if its credit pays for the whole prefill, although another node is cheaper."""
+        query, credit_ms = queued.decision.query, self._queue.guarantee.credit_ms(node)
+        if query is None or credit_ms <= 0.0:
+            return False
+        decision = self._router.decide_among((node,), query)
+        if (
+            decision.entry_node is not node
+            or decision.is_full
+            or decision.price is None
+            or decision.price.prefill > credit_ms
+        ):
+            return False
+        decision.reason, decision.query = OVERDUE, query
+        self._queue.update_decision(key, queued, decision)
+        return True
+
+    def oldest_of(self, key: Key, node: Node, now_s: float) -> QueuedRequest | None:
+        """Return the oldest overdue request of this tenant whose cheapest node this is, if it is among the oldest."""
+        for queued in self._queue.guarantee.oldest_overdue(node, EXAMINED_OVERDUE):
+            request = queued.pending.request
+            if (request.priority, request.tenant) != key or not self._is_current(key, queued, now_s):
+                continue
+            decision = queued.decision
+            if decision.entry_node is node and not decision.is_full and not self._over_threshold(request, node):
+                return queued
+        return None
+
+
+# Admission: sends a request to its node now, queues it at the router, or rejects it. Takes events and a clock; no I/O.
+#
+# A request whose cheapest node has room goes there at once. Otherwise it waits in the admission queue and not in the
+# engine's: until its turn comes, its cached prefix may be evicted, or another node may become cheaper. When a node has
+# room again, admission decides again for the first queued requests, in the queue's order (queue.py).
+#
+# A node's room also grows with time. So a new request that finds room may find requests that wait for it, too: those of
+# them that come before it in the queue's order go first.
+#
+# Admission rejects a request that cannot meet its deadline, that finds the queue full (queue.py), or that must not
+# queue.
+#
+# A pending request may call back into admission from `on_admitted` and `on_rejected`, to submit another request or to
+# free a node. So no code here relies on a lookup made before such a call.
 
 EXAMINED_PER_TENANT: Final = 8
 """Queued requests of each tenant that admission examines when a node has room: this number of those that wait for
@@ -189,9 +449,7 @@ class Admission:
         if not decision.is_full and not self._queues(request):
             return decision  # a learned limit is no reason to reject a request
         threshold = self._config_of(request).queue_threshold if self._has_threshold else 0
-        return eligible_nodes.below_limits(
-            self._router, request, decision, threshold, now_s, counts_learned=self._queues(request)
-        )
+        return below_limits(self._router, request, decision, threshold, now_s, counts_learned=self._queues(request))
 
     def _is_ours(self, request: RoutingRequest, decision: Decision, now_s: float) -> bool:
         """Return False if the room is a peer's."""
@@ -235,7 +493,7 @@ class Admission:
         """Return a decision for a node whose queue is short enough and that meets the deadlines. Raises NotAdmitted."""
         threshold = self._config_of(request).queue_threshold if self._has_threshold else 0
         try:
-            return eligible_nodes.eligible(self._router, request, decision, threshold, now_s)
+            return eligible(self._router, request, decision, threshold, now_s)
         except NodeQueuesFull as full:
             raise self._shed(full) from None
 
@@ -261,7 +519,7 @@ class Admission:
                 wait_s = max(wait_s, self._limits.retry_after_s(group, request.priority, now_s))
             raise WouldQueue(wait_s)
         if (request.deadline_s or request.total_deadline_s) and self.queue.tenants:
-            eligible_nodes.check_deadlines_behind_queue(self.queue, request, decision, now_s)
+            check_deadlines_behind_queue(self.queue, request, decision, now_s)
         return self._check_queue_limit(request, group, now_s)
 
     def _check_queue_limit(self, request: RoutingRequest, group: Group | None, now_s: float) -> PendingRequest | None:
@@ -389,7 +647,7 @@ class Admission:
     def _over_threshold(self, request: RoutingRequest, node: Node) -> bool:
         if not self._has_threshold:
             return False
-        return eligible_nodes.is_over_threshold(request, node, self._config_of(request).queue_threshold)
+        return is_over_threshold(request, node, self._config_of(request).queue_threshold)
 
     def _decide_again(self, key: Key, queued: QueuedRequest, now_s: float) -> bool:
         """Update the decision of a queued request. Return False if no node is available any more."""
@@ -412,7 +670,7 @@ class Admission:
             return False
         if self._has_threshold and (threshold := self._config_of(pending.request).queue_threshold):
             with suppress(NodeQueuesFull):  # it continues to wait
-                decision = eligible_nodes.below_queue_threshold(self._router, pending.request, decision, threshold)
+                decision = below_queue_threshold(self._router, pending.request, decision, threshold)
         if decision.is_limited and (decision.is_full or decision.entry_node.at_concurrency_limit):
             decision = self.below_limits(pending.request, decision, now_s)
         self.queue.update_decision(key, queued, decision)

@@ -3,7 +3,7 @@
 A request that waits for the first byte of its response leaves its node when the node goes down or is removed, and goes
 to another node that is up. If there is none, it stays: a node that is only suspected to be down may answer after all.
 So does a request that may not be repeated, unless the node is known to be dead.
-`tick` looks for requests that are overdue (hedging.py). No I/O.
+`tick` looks for requests that are overdue (overdue.py). No I/O.
 """
 
 from __future__ import annotations
@@ -16,22 +16,25 @@ from itertools import chain, takewhile
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from warmroute.config import Hedging as HedgingConfig
+from warmroute.core.admission import Admission
+from warmroute.core.decision import Deadlines, Decision
+from warmroute.core.failed_tries import MAX_TRIES, WHOLE, FailedTry, FailedTryLog, NodeError
+from warmroute.core.fleet import Fleet
+from warmroute.core.health import HealthState
+from warmroute.core.messages import Outcome
+from warmroute.core.node import Node, Ticket
+from warmroute.core.overdue import Hedging, send_hedge
+from warmroute.core.router import Router
+from warmroute.core.tickets import ClosedTicket
 from warmroute.event_log import EventLog
-from warmroute.fleet.failed_tries import MAX_TRIES, WHOLE, FailedTry, FailedTryLog, NodeError
-from warmroute.fleet.fleet import Fleet
-from warmroute.fleet.health import HealthState
-from warmroute.fleet.node import Node, Outcome
-from warmroute.fleet.ticket import Ticket
-from warmroute.routing.admission import Admission
-from warmroute.routing.attempt_history import ClosedTicket
-from warmroute.routing.deadline_check import Deadlines
-from warmroute.routing.decision import Decision
-from warmroute.routing.failover import SERVES_S
-from warmroute.routing.hedging import Hedging, send_hedge
-from warmroute.routing.router import Router
 
 if TYPE_CHECKING:
-    from warmroute.routing.attempts import Attempts
+    from warmroute.core.calls import Attempts
+
+
+SERVES_S: Final = 5.0
+"""A node serves other requests if it served one no longer than this before it failed."""
+
 
 log = EventLog("warmroute.routing")
 

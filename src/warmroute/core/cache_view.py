@@ -8,18 +8,15 @@ from heapq import heappop, heappush
 from itertools import count
 from typing import Final
 
-from warmroute._kernel import BlockIndex, add_hits, match_hits
-from warmroute._kernel import Hit as Hit
+from warmroute._kernel import BlockIndex, Hit, add_hits, match_hits
 from warmroute.config import Index as IndexConfig
+from warmroute.core.kv_store import KvStore, SavedShares
+from warmroute.core.messages import Lookup
+from warmroute.core.node_cache import DEFAULT_BLOCK_TOKENS, ROUTED, SAVED_SHARE, NodeCache
+from warmroute.core.prediction import Prediction
+from warmroute.core.reuse import FIRST_INTERVAL_S, PrefixUses, Reuse
+from warmroute.core.tenant_isolation import TenantIsolation
 from warmroute.event_log import EventLog, where_it_failed
-from warmroute.index.kv_store import KvStore, SavedShares
-from warmroute.index.lookup import Lookup
-from warmroute.index.node_cache import DEFAULT_BLOCK_TOKENS, ROUTED, NodeCache
-from warmroute.index.prediction import Prediction
-from warmroute.index.prefix_uses import FIRST_INTERVAL_S, PrefixUses
-from warmroute.index.reuse import Reuse
-from warmroute.index.tenant_isolation import TenantIsolation
-from warmroute.index.tiers import SAVED_SHARE
 
 log = EventLog("warmroute.index")
 

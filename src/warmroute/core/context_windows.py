@@ -19,11 +19,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 from weakref import WeakKeyDictionary
 
-from warmroute.fleet.arrival_rate import ArrivalRate
+from warmroute.core.demand import ArrivalRate
 
 if TYPE_CHECKING:
-    from warmroute.fleet.group import Candidates
-    from warmroute.fleet.node import Node
+    from warmroute.core.fleet import Candidates
+    from warmroute.core.node import Node
+
 
 UNKNOWN: Final = 1 << 62
 """The window of a node that does not report one."""

@@ -1,30 +1,156 @@
-"""Whether a request can meet its deadlines on the node chosen for it, and what ends when one has passed. No I/O.
-
-    first token      price.own                                  ≤ time left until it is due        [ms]
-    whole response   price.own + output · token_ms of the node  ≤ time left until it is due        [ms]
-
-For a queued request, the work of the requests ahead of it counts, too. On a node without a measured speed the estimate
-does not count. On an idle node it counts only with `on_deadline = "end"`: any other request may try, which corrects a
-wrong estimate. With `end`, a node that got no request for TRIAL_S may be tried as well, unless the estimate is more
-than HOPELESS times the time left: no estimate is so wrong.
-
-With `end`, `Deadlines` watches what was sent. Before the first byte of its response, a request whose first token is
-overdue by the router's estimate goes to another node that has room and is expected to meet the deadline. When the
-deadline has passed, the request ends. A response that has begun ends when the deadline of the whole response passes.
-"""
+"""A decision: which node serves, the prices of all candidates, fallbacks, and deadlines."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from math import ceil, floor, inf
 from typing import TYPE_CHECKING, Final
 
-from warmroute.prompt.routing_request import RoutingRequest
-from warmroute.routing.decision import Decision
-from warmroute.routing.routing_errors import DeadlinePassed, DeadlineUnreachable
+from warmroute._kernel import Prices
+from warmroute.core.decision_record import DecisionRecord, Price
+from warmroute.core.messages import RoutingRequest
+from warmroute.core.node import Node
+from warmroute.core.rejections import DeadlinePassed, DeadlineUnreachable
+from warmroute.core.routing_context import Query
 
 if TYPE_CHECKING:
-    from warmroute.routing.attempts import Attempts
-    from warmroute.routing.dispatcher import Dispatcher
+    from warmroute.core.brain import Dispatcher
+    from warmroute.core.calls import Attempts
+    from warmroute.core.pairs import Pair
+
+
+# A decision: the chosen node, the fallbacks in order, and the reason.
+
+
+class Decision:
+    """The price and the order of the fallbacks are computed when first needed."""
+
+    node: Node
+    policy: str
+    reason: str
+    order: Callable[[], Sequence[Node]] | None
+    """Returns all nodes, the best first; None: they are ordered by price."""
+    prices: Prices | None
+    """One for each of the `candidates`; None if the policy has no prices."""
+    candidates: tuple[Node, ...]
+    index: int
+    """The chosen node's index in `candidates`; -1 if it was not chosen by price."""
+    cache_counts: bool
+    """Whether cached prefixes lowered the prices."""
+    query: Query | None = None
+    """What the decision is based on."""
+    pair: Pair | None
+    """Set if another node prefills the prompt, and `node` decodes."""
+    _price: Price | None = None
+
+    def __init__(
+        self,
+        node: Node,
+        policy: str,
+        reason: str,
+        order: Callable[[], Sequence[Node]] | None = None,
+        prices: Prices | None = None,
+        candidates: tuple[Node, ...] = (),
+        index: int = -1,
+        cache_counts: bool = True,
+        pair: Pair | None = None,
+    ) -> None:
+        self.node = node
+        self.policy = policy
+        self.reason = reason
+        self.order = order
+        self.prices = prices
+        self.candidates = candidates
+        self.index = index
+        self.cache_counts = cache_counts
+        self.pair = pair
+
+    @property
+    def price(self) -> Price | None:
+        """The chosen node's price; None if it was not chosen by price."""
+        if self._price is None and self.index >= 0:
+            if self.pair is not None and self.pair.price is not None:
+                return self.pair.price
+            assert self.prices is not None
+            self._price = tuple.__new__(Price, self.prices[self.index])
+        return self._price
+
+    @property
+    def entry_node(self) -> Node:
+        """The node that gets the request first: its queue is the one to wait for."""
+        return self.node if self.pair is None else self.pair.prefill_node
+
+    @property
+    def is_full(self) -> bool:
+        """Whether a node that the request would be sent to has as many requests as it may have."""
+        return self.is_limited and (self.node.is_full or self.entry_node.is_full)
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether a node that the request would be sent to has a limit of its requests."""
+        return self.node.is_limited or (self.pair is not None and self.pair.prefill_node.is_limited)
+
+    def fallbacks(self) -> list[Node]:
+        """Return the other candidates, the best first."""
+        order = self.order() if self.order is not None else self._by_price()
+        return [node for node in order if node is not self.node]
+
+    def _by_price(self) -> list[Node]:
+        prices, nodes = self.prices, self.candidates
+        assert prices is not None
+        return [nodes[index] for index in sorted(range(len(nodes)), key=prices.__getitem__)]
+
+    def with_fallbacks(self, nodes: Sequence[Node]) -> Decision:
+        """Return the same decision with `nodes` as further fallbacks, behind its own."""
+
+        def order() -> list[Node]:
+            ranked = self.fallbacks()
+            return [*ranked, *(node for node in nodes if node not in ranked)]
+
+        return Decision(
+            self.node, self.policy, self.reason, order, self.prices, self.candidates, self.index, self.cache_counts,
+            pair=self.pair,
+        )  # fmt: skip
+
+    def record(self) -> DecisionRecord:
+        """Return what the journal keeps."""
+        node, query = self.node, self.query
+        candidates, reason = self.candidates, self.reason
+        tokens, expected_cached = 0, 0.0
+        if query is not None:
+            if not candidates:
+                candidates = query.candidates.nodes
+            elif query.conversation is not None and reason == "cheapest" and len(candidates) < len(query.candidates):
+                reason = f"stays on {node.island}, its conversation's island"
+            lookup = query.lookup
+            if lookup is not None:
+                tokens = lookup.token_count if lookup.special is None else lookup.special.total_tokens
+                if self.index < 0 and (hit := query.hits().get(node.name)) is not None:
+                    expected_cached = hit.expected
+        record = DecisionRecord(
+            node, self.policy, reason, tokens, expected_cached, self.index, (self.prices, candidates), len(candidates),
+            self.entry_node.speed.ms_per_token, self.cache_counts, pair=self.pair,
+        )  # fmt: skip
+        if tokens and query is not None and query.cache_view.stores and query.lookup is not None:
+            name = self.entry_node.name
+            found = query.cache_view.from_store(query.group.model, query.lookup, name, query.hits().get(name))
+            record.store, record.store_tokens = found
+        return record
+
+
+# Whether a request can meet its deadlines on the node chosen for it, and what ends when one has passed. No I/O.
+#
+#     first token      price.own                                  ≤ time left until it is due        [ms]
+#     whole response   price.own + output · token_ms of the node  ≤ time left until it is due        [ms]
+#
+# For a queued request, the work of the requests ahead of it counts, too. On a node without a measured speed the
+# estimate does not count. On an idle node it counts only with `on_deadline = "end"`: any other request may try, which
+# corrects a wrong estimate. With `end`, a node that got no request for TRIAL_S may be tried as well, unless the
+# estimate is more than HOPELESS times the time left: no estimate is so wrong.
+#
+# With `end`, `Deadlines` watches what was sent. Before the first byte of its response, a request whose first token is
+# overdue by the router's estimate goes to another node that has room and is expected to meet the deadline. When the
+# deadline has passed, the request ends. A response that has begun ends when the deadline of the whole response passes.
 
 TRIAL_S: Final = 10.0
 HOPELESS: Final = 20.0

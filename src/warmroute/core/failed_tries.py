@@ -14,7 +14,9 @@ import msgspec
 from warmroute.event_log import EventLog
 
 if TYPE_CHECKING:
-    from warmroute.fleet.node import Outcome
+    from warmroute.core.messages import Outcome
+    from warmroute.core.node import Node
+
 
 log = EventLog("warmroute.fleet")
 
@@ -36,7 +38,7 @@ class NodeError(msgspec.Struct, eq=False, gc=False):
     to another node."""
 
     kind: str = OTHER
-    """What the engine's text is about (edge/error_body.py)."""
+    """What the engine's text is about (edge/response.py)."""
     type: str = ""
     code: str = ""
     """As the body names them: at most 64 characters of a small set."""
@@ -104,3 +106,11 @@ class FailedTryLog:
                 node=node, **status, reason=failed.reason, role=failed.role, **read,
                 request_id=unlogged.request_id.decode("ascii", "replace"), left_out=unlogged.left_out,
             )  # fmt: skip
+
+
+class ServerError(msgspec.Struct, eq=False):
+    """What a node answered that serves other requests: 5xx, but not that it is busy. Not judged yet."""
+
+    node: Node
+    failed_s: float
+    reason: str

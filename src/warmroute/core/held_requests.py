@@ -10,13 +10,14 @@ Envoy may send a request to another node than the router has chosen: then that n
 
 from __future__ import annotations
 
-from warmroute.config.priority import LOW
-from warmroute.fleet.node import Node, Outcome
-from warmroute.routing.admission import Admission
-from warmroute.routing.attempts import Attempts
-from warmroute.routing.dispatcher import Dispatcher
-from warmroute.routing.router import Router
-from warmroute.routing.routing_errors import RoutingError
+from warmroute.config.routing import LOW
+from warmroute.core.admission import Admission
+from warmroute.core.brain import Dispatcher
+from warmroute.core.calls import Attempts
+from warmroute.core.messages import Outcome
+from warmroute.core.node import Node
+from warmroute.core.rejections import RoutingError
+from warmroute.core.router import Router
 
 
 def send_or_shed(admission: Admission, router: Router, attempts: Attempts, now_s: float) -> None:

@@ -1,9 +1,4 @@
-"""Hot prefixes: prompt prefixes that many requests share, each with an example prompt, so that scaling can prefill them
-on another node before requests miss them there.
-
-For each prompt the router counts its blocks at a few depths (1, 2, 3, 4, 6, 8, 12, … blocks) in a table of bounded size
-that drops the least used entries (Metwally's Space-Saving). Counts decay: a use one minute ago counts 1/e.
-"""
+"""Prefixes that many prompts share: those that a new node is prewarmed with, and those that an operator sees."""
 
 from __future__ import annotations
 
@@ -12,7 +7,14 @@ from typing import Final
 
 import msgspec
 
-from warmroute.index.lookup import Lookup
+from warmroute.core.messages import Lookup
+from warmroute.core.prediction import Prediction
+
+# Hot prefixes: prompt prefixes that many requests share, each with an example prompt, so that scaling can prefill them
+# on another node before requests miss them there.
+#
+# For each prompt the router counts its blocks at a few depths (1, 2, 3, 4, 6, 8, 12, … blocks) in a table of bounded
+# size that drops the least used entries (Metwally's Space-Saving). Counts decay: a use one minute ago counts 1/e.
 
 DECAY_S: Final = 60.0
 MAX_COUNTS: Final = 4096
@@ -130,3 +132,65 @@ class HotPrefixes:
                 covered[key] = covered.get(key, 0.0) + uses
         chosen.sort(key=lambda prefix: prefix.uses * prefix.tokens, reverse=True)
         return chosen[:most]
+
+
+# Popular prefixes: which beginnings many prompts share, what share of the prompts has each, and which route sends it.
+#
+# The router samples a prompt every SAMPLE_S at most, so that counting costs the same at any rate. It keeps hashes only.
+
+SAMPLE_S: Final = 0.05
+REFRESH_S: Final = 10.0
+"""Time for which `popular` returns the same prefixes: ranking them takes a millisecond."""
+MAX_PREFIXES: Final = 8
+
+
+class PopularPrefix(msgspec.Struct, eq=False):
+    chain: bytes
+    """Its block hashes."""
+    tokens: int
+    share: float
+    """Fraction of the sampled prompts of the last minute that start with it."""
+    sender: tuple[str, str, str] | None = None
+    """Model, route and tenant of the last sampled prompt with it; None until one was sampled."""
+
+
+class PopularPrefixes:
+    def __init__(self) -> None:
+        self._hot = HotPrefixes(keep_examples=False)
+        self.next_sample_s = -1e9
+        """Until then `sample` counts nothing."""
+        self._sampled = 0.0
+        """Sampled prompts, decayed like the uses of a prefix."""
+        self._sampled_s = 0.0
+        self._popular: list[PopularPrefix] = []
+        self._refresh_s = -1e9
+
+    def sample(
+        self, route: tuple[str, str], tenant: str, prediction: Prediction | None, prompt: Lookup | None, now_s: float
+    ) -> None:
+        """Count a prompt, unless one was counted a moment ago. `route`: model and route."""
+        if now_s < self.next_sample_s or prediction is None or prompt is None:
+            return
+        self.next_sample_s = now_s + SAMPLE_S
+        self._sampled = self._sampled_at(now_s) + 1.0
+        self._sampled_s = now_s
+        chain = prediction.chain
+        self._hot.record(chain, prediction.cache.block_size, prompt, now_s)
+        for prefix in self._popular:
+            if chain.startswith(prefix.chain):
+                prefix.sender = (*route, tenant)
+
+    def _sampled_at(self, now_s: float) -> float:
+        return self._sampled * exp(min(0.0, self._sampled_s - now_s) / DECAY_S)
+
+    def popular(self, now_s: float) -> list[PopularPrefix]:
+        """Return the prefixes whose loss would cost the most prefill work, as of the last REFRESH_S."""
+        if now_s >= self._refresh_s:
+            self._refresh_s = now_s + REFRESH_S
+            senders = {prefix.chain: prefix.sender for prefix in self._popular}
+            total = max(1.0, self._sampled_at(now_s))
+            self._popular = [
+                PopularPrefix(hot.chain, hot.tokens, min(1.0, hot.uses / total), senders.get(hot.chain))
+                for hot in self._hot.hottest(MAX_PREFIXES, now_s)
+            ]
+        return self._popular

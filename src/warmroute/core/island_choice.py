@@ -20,16 +20,14 @@ from collections.abc import Iterable
 from typing import Final
 
 from warmroute.config import IslandAffinity
-from warmroute.fleet.group import Candidates
-from warmroute.fleet.island_registry import IslandRegistry
-from warmroute.fleet.node import Node
-from warmroute.index.cache_view import CacheView
-from warmroute.routing.conversation_affinity import ConversationAffinity, ConversationIslands, stable_blocks
-from warmroute.routing.deadline_check import max_ttft_ms
-from warmroute.routing.decision import Decision
-from warmroute.routing.output_length import OutputLengthEstimate
-from warmroute.routing.policy import Policy
-from warmroute.routing.query import Query
+from warmroute.core.cache_view import CacheView
+from warmroute.core.decision import Decision, max_ttft_ms
+from warmroute.core.fleet import Candidates
+from warmroute.core.islands import ConversationAffinity, ConversationIslands, IslandRegistry, stable_blocks
+from warmroute.core.node import Node
+from warmroute.core.output_length import OutputLengthEstimate
+from warmroute.core.policy import Policy
+from warmroute.core.routing_context import Query
 
 PROMPT_TOKEN_BYTES: Final = 4.5
 OUTPUT_TOKEN_BYTES: Final = 220.0

@@ -1,21 +1,23 @@
-"""What a shared KV store holds: a tier that several nodes read, such as LMCache's remote backend or a Mooncake store.
+"""What a shared KV store holds: a tier that several nodes read, such as LMCache's remote backend or a Mooncake
+store.
 
 A node attached to a store finds there what any node has stored. Two sources tell what that is:
 
     routed     the prompts that attached nodes have prefilled: an LRU list of the store's capacity
     reported   blocks that attached engines report outside the GPU in their KV events
 
-Engines report no evictions from a store, so the router forgets all reports once more different blocks were reported
-than fit.
+Engines report no evictions from a store, so the router forgets all reports once more different blocks were
+reported than fit.
 
-A hit in the store counts for every attached node, for the tokens that the node lacks, and only as much as loading them
-is cheaper than prefilling them:
+A hit in the store counts for every attached node, for the tokens that the node lacks, and only as much as loading
+them is cheaper than prefilling them:
 
     saved share = 1 − load ms per token / prefill ms per token          0 if loading takes longer
 
 Engines such as vLLM with LMCache do not compare: they load whatever the store holds. If a response reports cached
-tokens that only the store had and that seemed slower to load, the router expects loads from this engine in any case
-(NodeCache.loads_always). Such loads save nothing, and the router does not learn the node's prefill speed from them.
+tokens that only the store had and that seemed slower to load, the router expects loads from this engine in any
+case (NodeCache.loads_always). Such loads save nothing, and the router does not learn the node's prefill speed
+from them.
 """
 
 from __future__ import annotations
@@ -25,9 +27,7 @@ from math import inf
 from typing import Final
 
 from warmroute._kernel import BlockIndex, Hit
-from warmroute.index.confidence import Accuracy
-from warmroute.index.node_cache import ROUTED, NodeCache
-from warmroute.index.tiers import Tier
+from warmroute.core.node_cache import ROUTED, Accuracy, NodeCache, Tier
 
 REPORTED: Final = 0
 """The rank of what engines report."""

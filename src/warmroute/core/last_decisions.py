@@ -23,19 +23,17 @@ from typing import Any, Final
 
 import msgspec
 
+from warmroute.app.log import append_all, size_of
 from warmroute.blocking import run_in_thread
 from warmroute.config import Journal as JournalConfig
-from warmroute.config.priority import PRIORITY_NAMES
+from warmroute.config.routing import PRIORITY_NAMES
+from warmroute.core.calls import Attempts
+from warmroute.core.decision_record import KEEP_ALL_UP_TO, TERMS, DecisionRecord, explain_decision
+from warmroute.core.failed_tries import FailedTry
+from warmroute.core.messages import Outcome
+from warmroute.core.node import Node, Ticket
+from warmroute.core.traffic import Counters
 from warmroute.event_log import EventLog, where_it_failed
-from warmroute.fleet.failed_tries import FailedTry
-from warmroute.fleet.node import Node, Outcome
-from warmroute.fleet.ticket import Ticket
-from warmroute.routing.attempts import Attempts
-from warmroute.routing.decision_record import KEEP_ALL_UP_TO, DecisionRecord
-from warmroute.routing.explanation import explain_decision
-from warmroute.routing.price_terms import TERMS
-from warmroute.telemetry.append_file import append_all, size_of
-from warmroute.telemetry.counters import Counters
 
 log = EventLog("warmroute.journal")
 

@@ -1,16 +1,91 @@
-"""A lookup: one prompt as the index sees it, a chain of block hashes for each block size in the fleet."""
+"""Values that edge and core share: a request as routing sees it, the blocks of its prompt, how a try ended, and what
+an engine's KV transfer protocol does.
+"""
 
 from __future__ import annotations
 
+import enum
 from array import array
-from collections.abc import Sequence
+from collections.abc import Container, Mapping, Sequence
 from functools import lru_cache
 from hashlib import blake2b
-from typing import Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
 
-from warmroute._kernel import hash_blocks
+from warmroute._kernel import (
+    OUTCOME_BROKEN,
+    OUTCOME_BUSY,
+    OUTCOME_CANCELLED,
+    OUTCOME_FAILED,
+    OUTCOME_OK,
+    OUTCOME_REJECTED,
+    hash_blocks,
+)
+from warmroute.config.routing import NORMAL
+
+if TYPE_CHECKING:
+    from warmroute.core.node import Node
+
+
+# What routing knows about a request, besides its prompt. Built once; only the prompt's length may be added later.
+
+
+class RoutingRequest(msgspec.Struct, eq=False, gc=False):
+    model: str
+    """Empty where the request names none and the fleet serves several."""
+    system: bytes | None = None
+    """First characters of the system prompt."""
+    user: bytes | None = None
+    """First characters of the first user message."""
+    session: bytes = b""
+    """The conversation's name in a field of the body; empty where there is none."""
+    tenant: str = ""
+    """Empty where no keys are configured."""
+    route: str = ""
+    """The name of the route whose settings apply; empty where none matches."""
+    priority: int = NORMAL
+    may_queue: bool = True
+    """False where the client prefers a 429 to waiting."""
+    arrived_s: float = 0.0
+    deadline_s: float = 0.0
+    """When the first token is due, on the router's clock; 0 without a deadline."""
+    total_deadline_s: float = 0.0
+    """When the whole response is due; 0 without a deadline."""
+    session_header: bytes = b""
+    streams: bool = True
+    """Whether the response is streamed; else the whole of it comes at its end."""
+    max_output_tokens: int | None = None
+    """The limit that the request sets; None where it sets none."""
+    input_tokens: int = 0
+    """Length of its longest prompt, set only where the nodes of its model differ in their context window; 0: unknown,
+    or the engine truncates it."""
+    input_exact: bool = False
+    """Whether `input_tokens` is exact; else it is an estimate, rather too high than too low."""
+
+    may_split: bool = False
+    """Whether one node may prefill the prompt and another one decode the answer."""
+    subset: frozenset[str] | None = None
+    """The names of the nodes that may serve it; None: all. Envoy may restrict a request to some of its endpoints."""
+    start: bytes = b""
+    """First bytes of the prompt's JSON text, where a policy uses them."""
+    ends_late: bool = False
+    """Whether the request is ended when a deadline cannot be met or has passed (`on_deadline = "end"`)."""
+    cache_group: str = ""
+    """Whose prompts count as cached for it; empty: everybody's."""
+
+    def prefix_key(self) -> bytes | None:
+        """Return model, start of the system prompt and of the first user message; None where there is neither."""
+        if self.system is None and self.user is None:
+            return None
+        return b"%b\0%b\0%b" % (self.model.encode("utf-8", "surrogatepass"), self.system or b"", self.user or b"")
+
+    def session_key(self) -> bytes:
+        """Return the conversation's name: from a header, else from the body; empty where there is none."""
+        return self.session_header or self.session
+
+
+# A lookup: one prompt as the index sees it, a chain of block hashes for each block size in the fleet.
 
 TEXT: Final = "text"
 """The tokenizer name of prompts that are matched by text: they match each other and no engine's block."""
@@ -117,3 +192,35 @@ def salted(extra: Sequence[bytes | None] | None, blocks: int, salt: str) -> list
     if salt and whole:
         whole[0] = (whole[0] or b"") + b"salt " + salt.encode("utf-8", "surrogatepass")
     return whole
+
+
+# What the KV transfer protocol of an engine does: one file in engines/ for each.
+
+MAX_PARAMETERS_BYTES: Final = 1 << 20
+"""Longer parameters of a prefill node are ignored. Block ids of 100,000 tokens take about 50 KB."""
+
+
+class KvTransfer(Protocol):
+    """The fields that the prefill request and the decode request have beside the client's: JSON text by name."""
+
+    def prefill_fields(self, fields: Container[str], prefill_node: Node, room: int) -> Mapping[str, bytes]:
+        """`fields`: those of the client's body. `room`: a random number, the same for both requests."""
+
+    def decode_fields(
+        self, fields: Container[str], prefill_node: Node, room: int, transfer: bytes | None
+    ) -> Mapping[str, bytes]:
+        """`transfer`: what `read_transfer` returned; None if the protocol sends both requests at the same time."""
+
+    def read_transfer(self, response: bytes) -> bytes | None:
+        """Return what the prefill node's response says about its KV cache; None if it says nothing valid."""
+
+
+class Outcome(enum.IntEnum):
+    """How a ticket ended. The values index `Node.outcomes`."""
+
+    OK = OUTCOME_OK
+    REJECTED = OUTCOME_REJECTED  # the node answered 4xx: the client's mistake
+    BUSY = OUTCOME_BUSY  # the node answered 429 or 503
+    FAILED = OUTCOME_FAILED  # connection error, timeout, other 5xx or an invalid response, before the first byte
+    BROKEN = OUTCOME_BROKEN  # the response broke off after its first byte
+    CANCELLED = OUTCOME_CANCELLED  # the client disconnected

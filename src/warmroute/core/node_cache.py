@@ -1,28 +1,158 @@
-"""What the router knows of one node's KV cache, from three sources:
-
-    from_events  the engine's KV events (or block reports to the admin API): a holder in the index for each rank
-    routed       the prompts that this router sent to the node: a holder that evicts as the node's LRU would
-    pending      the prompts that the node is prefilling now: a holder that holds them until events report them
-
-If the events cover everything in the cache (`complete`), routed prompts count only for requests that events cannot
-match. They are recorded all the same, for the time when events are lost.
-"""
+"""One node's cache as the router knows it: blocks by source and tier, their age, and how far predictions are right."""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Collection, Iterable, Sequence
+from enum import IntEnum
 from math import inf
 from typing import TYPE_CHECKING, Final
 
-from warmroute._kernel import MAX_BLOCK_TOKENS, ROUTED_RANK, UNKNOWN_PARENT, BlockIndex, CacheState, Recency
-from warmroute.index.confidence import Accuracy, freshness
-from warmroute.index.lookup import namespace_seed, salted
-from warmroute.index.offloaded_blocks import OffloadedBlocks
-from warmroute.index.tiers import Tier
+from warmroute._kernel import (
+    ACCURACY_HALF_LIFE_S,
+    ACCURACY_PRIOR_TOKENS,
+    MAX_BLOCK_TOKENS,
+    ROUTED_RANK,
+    TIER_CPU,
+    TIER_DISK,
+    TIER_GPU,
+    TIER_REMOTE,
+    UNKNOWN_PARENT,
+    AccuracyState,
+    BlockIndex,
+    CacheState,
+    Recency,
+)
+from warmroute.core.messages import namespace_seed, salted
 
 if TYPE_CHECKING:
-    from warmroute.index.kv_store import KvStore
+    from warmroute.core.kv_store import KvStore
+
+
+# Confidence: how much the router trusts what it knows of a cache, from 0 (route by load only) to 1.
+#
+# Two measures. Freshness: how long ago the node last confirmed its events. Accuracy: how much of the predicted cached
+# tokens the engine then reported. Both scale the tokens of a hit.
+
+FADE: Final = 0.97
+"""Weight that older responses keep with each new one."""
+
+
+class Accuracy(AccuracyState):
+    """Predicted against reported cached tokens, recent responses first."""
+
+    __slots__ = (
+        "_either", "compared", "exact", "predicted_tokens", "reported_tokens",
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        self._predicted = 0.0
+        self._confirmed = 0.0
+        self._either = 0.0
+        self._at_s = 0.0
+        self.compared = 0
+        """Responses that reported cached tokens."""
+        self.exact = 0
+        """Of these, responses that reported exactly the prediction."""
+        self.predicted_tokens = 0
+        self.reported_tokens = 0
+
+    def compare(self, predicted: int, reported: int, now_s: float) -> None:
+        left = self._left(now_s) * FADE
+        both = min(predicted, reported)
+        self._predicted = self._predicted * left + predicted
+        self._confirmed = self._confirmed * left + both
+        self._either = self._either * left + max(predicted, reported)
+        self._at_s = now_s
+        self.compared += 1
+        self.predicted_tokens += predicted
+        self.reported_tokens += reported
+        self.exact += predicted == reported
+
+    def trust(self, now_s: float) -> float:
+        """Return the share of predicted tokens that engines confirm. More cached tokens than predicted cost nothing."""
+        if self._confirmed == self._predicted:
+            return 1.0
+        left = self._left(now_s)
+        return (ACCURACY_PRIOR_TOKENS + self._confirmed * left) / (ACCURACY_PRIOR_TOKENS + self._predicted * left)
+
+    def agreement(self) -> float:
+        """Return tokens both predicted and reported, divided by tokens predicted or reported; 1 before the first."""
+        return self._confirmed / self._either if self._either else 1.0
+
+    def _left(self, now_s: float) -> float:
+        return float(0.5 ** (max(0.0, now_s - self._at_s) / ACCURACY_HALF_LIFE_S))
+
+
+def freshness(age_s: float, stale_s: float, gone_s: float) -> float:
+    """Return 1 up to `stale_s`, then a value that falls linearly to 0 at `gone_s`."""
+    if age_s <= stale_s:
+        return 1.0
+    return max(0.0, (gone_s - age_s) / (gone_s - stale_s)) if gone_s > stale_s else 0.0
+
+
+# The storage tiers of a KV block, nearest to the GPU first, and how much of its prefill a block in each tier saves.
+
+
+class Tier(IntEnum):
+    GPU = TIER_GPU
+    CPU = TIER_CPU
+    DISK = TIER_DISK
+    REMOTE = TIER_REMOTE
+
+
+SAVED_SHARE: Final = (1.0, 0.9, 0.6, 0.5)
+"""Share of its prefill that a block in each tier saves, since the engine has to load it first. Loading from host memory
+takes a tenth of the prefill (measured: 8 to 21 times cheaper). Disk and remote are cautious guesses."""
+
+
+# The blocks that one rank has in a shared KV store, by the engine's hashes. They are no hits of the node's own, which
+# the store counts for it. But later events name them: as the parent of new blocks, or when the store loses them.
+#
+# They lie in two holders of the index that no cache owns, a younger and an older one. Engines report no evictions from
+# a store, so the older one is forgotten once the younger one has half of what fits into the store.
+
+
+class OffloadedBlocks:
+    __slots__ = ("_index", "_older", "_younger")
+
+    def __init__(self, index: BlockIndex) -> None:
+        self._index = index
+        self._younger = index.add_holder()
+        self._older = index.add_holder()
+
+    def own_hash(self, engine_hash: int | bytes) -> int | None:
+        """Return the index's own hash; None for a block that is not there."""
+        found = self._index.block_hash(self._younger, engine_hash)
+        return found if found is not None else self._index.block_hash(self._older, engine_hash)
+
+    def add(self, engine_hashes: list[int | bytes], own_hashes: list[int], most_blocks: int) -> None:
+        """`most_blocks`: what fits into the store."""
+        index = self._index
+        if index.pair_count(self._younger) + len(own_hashes) > most_blocks // 2:
+            index.clear(self._older)
+            self._younger, self._older = self._older, self._younger
+        index.store_hashes(self._younger, array("Q", own_hashes), Tier.GPU, engine_hashes)
+
+    def remove(self, engine_hash: int | bytes) -> None:
+        for holder in (self._younger, self._older):
+            if self._index.block_hash(holder, engine_hash) is not None:
+                self._index.remove(holder, [engine_hash], Tier.GPU)
+                return
+
+    def close(self) -> None:
+        self._index.remove_holder(self._younger)
+        self._index.remove_holder(self._older)
+
+
+# What the router knows of one node's KV cache, from three sources:
+#
+#     from_events  the engine's KV events (or block reports to the admin API): a holder in the index for each rank
+#     routed       the prompts that this router sent to the node: a holder that evicts as the node's LRU would
+#     pending      the prompts that the node is prefilling now: a holder that holds them until events report them
+#
+# If the events cover everything in the cache (`complete`), routed prompts count only for requests that events cannot
+# match. They are recorded all the same, for the time when events are lost.
 
 EngineHash = int | bytes
 """An engine's own hash of a block."""

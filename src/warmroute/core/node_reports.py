@@ -7,12 +7,10 @@ from __future__ import annotations
 
 from typing import Final, Protocol
 
-from warmroute.engines.load_report import LoadReport
+from warmroute.core.fleet import Fleet
+from warmroute.core.node import EngineRates, LoadReport, Node
+from warmroute.core.node_cache import NodeCache
 from warmroute.event_log import EventLog
-from warmroute.fleet.engine_rates import EngineRates
-from warmroute.fleet.fleet import Fleet
-from warmroute.fleet.node import Node
-from warmroute.index.node_cache import NodeCache
 
 log = EventLog("warmroute.engines")
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from warmroute.fleet.decode_speed import DecodeSpeed
+from warmroute.core.speeds import DecodeSpeed
 
 DEFAULT_TOKENS: Final = 256.0
 WEIGHT: Final = 0.05

@@ -26,8 +26,9 @@ from typing import TYPE_CHECKING, Final
 from warmroute.config import Hedging as HedgingConfig
 
 if TYPE_CHECKING:
-    from warmroute.routing.attempts import Attempts
-    from warmroute.routing.dispatcher import Dispatcher
+    from warmroute.core.brain import Dispatcher
+    from warmroute.core.calls import Attempts
+
 
 MAX_BURST: Final = 10.0
 """Hedges that may be sent at once: enough to notice that a node hangs."""

@@ -3,7 +3,7 @@
 A pair is a candidate like a node, with a price in the same milliseconds:
 
     own      wait, prefill, room, distance     on the prefill node, with what it has cached, for one output token
-           + transfer                          of the KV tokens that the decode node lacks (fleet/kv_transfer.py)
+           + transfer                          of the KV tokens that the decode node lacks (core/speeds.py)
            + room, distance, first step        on the decode node
            + contention                        on the decode node
            + risk                              as for a node
@@ -19,7 +19,7 @@ unless the node's queue is long. A long gap is worse than several short ones of 
 counts. All requests of the node are delayed: those that wait there for their own prefill, or for a KV cache, decode by
 the time that this prompt is prefilled.
 
-A prefill node without requests may serve the whole request (idle_prefill_nodes.py has that price).
+A prefill node without requests may serve the whole request (fleet.py has that price).
 
 The decode node is chosen a second time when the prompt is prefilled, perhaps seconds later (`decode_node`).
 
@@ -43,17 +43,16 @@ from typing import Final
 import msgspec
 
 from warmroute._kernel import FIRST_TOKEN_STEPS, STREAMED_WEIGHT, Prices
-from warmroute.fleet.group import Candidates, Group
-from warmroute.fleet.kv_transfer import transfer_ms
-from warmroute.fleet.long_prompts import LONG_MS
-from warmroute.fleet.node import Node
-from warmroute.routing.decision import Decision
-from warmroute.routing.idle_prefill_nodes import ANSWER_LEFT, blocking_ms, idle_nodes, is_prefill_node
-from warmroute.routing.policies.price_policy import BEHIND_SHARE, PricePolicy
-from warmroute.routing.policy import Policy
-from warmroute.routing.price_terms import TIE, Price
-from warmroute.routing.query import Query
-from warmroute.routing.routing_errors import NoNodeAvailable
+from warmroute.core.decision import Decision
+from warmroute.core.decision_record import TIE, Price
+from warmroute.core.demand import LONG_MS
+from warmroute.core.fleet import ANSWER_LEFT, Candidates, Group, blocking_ms, idle_nodes, is_prefill_node
+from warmroute.core.node import Node
+from warmroute.core.policies.price import BEHIND_SHARE, PricePolicy
+from warmroute.core.policy import Policy
+from warmroute.core.rejections import NoNodeAvailable
+from warmroute.core.routing_context import Query
+from warmroute.core.speeds import transfer_ms
 
 MAX_PREFILL: Final = 4
 """Prefill nodes that are combined with decode nodes."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from warmroute.routing.decision import Decision
-from warmroute.routing.query import Query
+from warmroute.core.decision import Decision
+from warmroute.core.routing_context import Query
 
 
 class Policy(Protocol):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from warmroute.index.node_cache import NodeCache, Uses
+from warmroute.core.node_cache import NodeCache, Uses
 
 TEXT_TOLERANCE: Final = 0.25
 """Share of a prediction that the engine need not confirm if its tokens are not the router's: they are longer in one
@@ -30,7 +30,7 @@ class Prediction:
     comparable: bool
     """Whether the cached tokens that the response reports can be compared with `tokens`."""
     sampled_blocks: int
-    """Blocks of the prompt that index/reuse.py samples."""
+    """Blocks of the prompt that core/reuse.py samples."""
     known_blocks: int
     """Those of them that an earlier prompt had."""
     store_tokens: int

@@ -1,4 +1,5 @@
-"""Prefill work: what a prompt costs a node, in tokens of a short prompt. Attention makes later tokens more expensive:
+"""Prefill work: what a prompt costs a node, in tokens of a short prompt. Attention makes later tokens more
+expensive:
 
 work(new, cached) = new + ATTENTION_WORK · new · (cached + new / 2)
 """

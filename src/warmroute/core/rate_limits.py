@@ -5,9 +5,10 @@ and its prompt tokens plus its expected output tokens from the second. When it e
 used is settled, which may leave a debt. A request that needs more than the bucket can hold passes when it is full: late
 rather than never.
 
-Several processes share a limit (cluster/shared_limits.py). Each has a bucket of the whole limit, takes from it what its
-peers took, and spends no more than its slice of what is left before it has heard from all of them again. So all of them
-together exceed a limit by at most one slice. A process that cannot hear from the others has a fraction of the limit.
+Several processes share a limit (core/cluster/shared_limits.py). Each has a bucket of the whole limit, takes from it
+what its peers took, and spends no more than its slice of what is left before it has heard from all of them again. So
+all of them together exceed a limit by at most one slice. A process that cannot hear from the others has a fraction of
+the limit.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Final
 import msgspec
 
 from warmroute.config import KeyConfig
-from warmroute.routing.routing_errors import RateLimited
+from warmroute.core.rejections import RateLimited
 
 BYTES_PER_TOKEN: Final = 4.0
 """Converts the body's size to prompt tokens, if the prompt was not tokenized."""

@@ -1,9 +1,4 @@
-"""The probability that a block is used again, by the time since its last use, learned from the traffic.
-
-The router samples one block in 64, chosen by its hash. A block that was last used `age` ago and is used now is a reuse
-at that age. The probability at `age` is the share of uses followed by a later use, among all uses that were not
-followed by another one within `age`.
-"""
+"""How likely a block or prefix is used again."""
 
 from __future__ import annotations
 
@@ -13,6 +8,12 @@ from math import inf, log2
 from typing import Final
 
 from warmroute._kernel import REUSE_FIRST_S, Recency
+
+# The probability that a block is used again, by the time since its last use, learned from the traffic.
+#
+# The router samples one block in 64, chosen by its hash. A block that was last used `age` ago and is used now is a
+# reuse at that age. The probability at `age` is the share of uses followed by a later use, among all uses that were not
+# followed by another one within `age`.
 
 MAX_BLOCKS: Final = 1 << 16
 BUCKETS: Final = 32
@@ -101,3 +102,44 @@ def _bucket(age_s: float) -> int:
     if age_s <= REUSE_FIRST_S:
         return 0
     return min(BUCKETS - 1, int(2.0 * log2(age_s / REUSE_FIRST_S)) + 1)
+
+
+# How often prefixes are used: the mean time between the requests for each of them.
+#
+# A prefix is known by its last block. One short interval says little: of requests that come at random, every third pair
+# is less than half the mean interval apart. So the router averages over several uses, and a prefix that it sees for the
+# first time counts as one that is used every FIRST_INTERVAL_S. The table has a bounded size: prefixes that were not
+# used for long leave it, many at once, so that a request costs no search.
+
+FIRST_INTERVAL_S: Final = 10.0
+WEIGHT: Final = 0.3
+"""Of the latest interval in the average."""
+MAX_PREFIXES: Final = 4096
+
+
+class PrefixUses:
+    def __init__(self) -> None:
+        self._latest: dict[bytes, tuple[float, float]] = {}
+        """Last block → when the prefix was last used, and the mean interval."""
+        self._earlier: dict[bytes, tuple[float, float]] = {}
+        """The same, of prefixes that were used before those in `_latest`. Dropped when `_latest` is full."""
+
+    def __len__(self) -> int:
+        return len(self._latest.keys() | self._earlier.keys())
+
+    def record(self, block: bytes, now_s: float) -> None:
+        """A request for the prefix that ends with this block goes to a node."""
+        known = self._latest.get(block) or self._earlier.get(block)
+        self._latest[block] = (now_s, _average(known, now_s) if known is not None else FIRST_INTERVAL_S)
+        if len(self._latest) >= MAX_PREFIXES // 2:
+            self._earlier, self._latest = self._latest, {}
+
+    def interval_s(self, block: bytes, now_s: float) -> float | None:
+        """Return the mean time between two uses, if the prefix is used now; None if it was never used."""
+        known = self._latest.get(block) or self._earlier.get(block)
+        return _average(known, now_s) if known is not None else None
+
+
+def _average(known: tuple[float, float], now_s: float) -> float:
+    last_s, interval_s = known
+    return interval_s + WEIGHT * (max(0.0, now_s - last_s) - interval_s)

@@ -9,32 +9,24 @@ from operator import attrgetter
 from random import Random
 
 from warmroute.config import Pricing, RouteConfig, Routing
-from warmroute.fleet.demand import DemandMeter
-from warmroute.fleet.fleet import Fleet
-from warmroute.fleet.group import Candidates, Group
-from warmroute.fleet.long_prompts import LONG_MS
-from warmroute.fleet.node import Node
-from warmroute.fleet.prefill_work import work
-from warmroute.fleet.ticket import Ticket
-from warmroute.index.cache_view import CacheView
-from warmroute.index.hot_prefixes import HotPrefixes
-from warmroute.index.lookup import Lookup, SpecialPrompt
-from warmroute.prompt.routing_request import RoutingRequest
-from warmroute.routing.context_fit import ContextFit
-from warmroute.routing.decision import Decision
-from warmroute.routing.dispatch import Dispatch, OtherPrompts
-from warmroute.routing.island_choice import IslandChoice
-from warmroute.routing.output_length import OutputLengthEstimate
-from warmroute.routing.pair_dispatch import DecodeDispatch, PrefillDispatch, WholeDispatch
-from warmroute.routing.pairs import WHOLE, Pair, Pairs
-from warmroute.routing.policies import make_policy
-from warmroute.routing.policies.price_policy import PricePolicy
-from warmroute.routing.policy import Policy
-from warmroute.routing.price_terms import ASSUMED_PROMPT_TOKENS
-from warmroute.routing.query import Query
-from warmroute.routing.routing_errors import MissingModel, NoNodeAvailable, NoNodeInSubset, RoutingError, UnknownModel
-from warmroute.routing.store_dispatch import StoreDispatch
-from warmroute.routing.subset import is_outside_subset, within_subset
+from warmroute.core.cache_view import CacheView
+from warmroute.core.decision import Decision
+from warmroute.core.decision_record import ASSUMED_PROMPT_TOKENS
+from warmroute.core.demand import LONG_MS, DemandMeter
+from warmroute.core.fleet import Candidates, Fleet, Group, is_outside_subset, within_subset
+from warmroute.core.hot_prefixes import HotPrefixes
+from warmroute.core.island_choice import IslandChoice
+from warmroute.core.messages import Lookup, RoutingRequest, SpecialPrompt
+from warmroute.core.node import Node, Ticket
+from warmroute.core.output_length import OutputLengthEstimate
+from warmroute.core.pairs import WHOLE, Pair, Pairs
+from warmroute.core.policies import make_policy
+from warmroute.core.policies.price import PricePolicy
+from warmroute.core.policy import Policy
+from warmroute.core.prefill_work import work
+from warmroute.core.rejections import MissingModel, NoNodeAvailable, NoNodeInSubset, RoutingError, UnknownModel
+from warmroute.core.routing_context import ContextFit, Query
+from warmroute.core.tickets import DecodeDispatch, Dispatch, OtherPrompts, PrefillDispatch, StoreDispatch, WholeDispatch
 
 
 class Router:

@@ -1,15 +1,19 @@
-"""A query: one request before its decision, with its candidates and the cached prefix of its prompt on each of them."""
+"""One request before its decision: the candidates that can hold it, and the prefix of its prompt that each has
+cached.
+"""
 
 from __future__ import annotations
 
-from warmroute._kernel import TOKEN_BYTES
-from warmroute.fleet.group import Candidates, Group
-from warmroute.index.cache_view import CacheView, Hit
-from warmroute.index.lookup import Lookup as Lookup
-from warmroute.index.lookup import SpecialPrompt
-from warmroute.prompt.prompt import Prompt
-from warmroute.prompt.routing_request import RoutingRequest
-from warmroute.routing.conversation_affinity import ConversationIslands
+from warmroute._kernel import Hit
+from warmroute.core.cache_view import CacheView
+from warmroute.core.context_windows import ContextWindows
+from warmroute.core.fleet import Candidates, Group
+from warmroute.core.islands import ConversationIslands
+from warmroute.core.messages import Lookup, RoutingRequest
+from warmroute.core.output_length import OutputLengthEstimate
+from warmroute.core.rejections import ContextTooLong
+
+# A query: one request before its decision, with its candidates and the cached prefix of its prompt on each of them.
 
 
 class Query:
@@ -70,17 +74,48 @@ class Query:
         return hits
 
 
-def lookup_of(prompt: Prompt, cache_group: str) -> Lookup:
-    """Return the lookup of a tokenized prompt. `cache_group`: the tenant, or the tenants it shares caches with."""
-    tokens, exact, truncated = prompt.tokens, prompt.exact, prompt.truncated
-    lookup = Lookup(
-        tokens, len(tokens) // TOKEN_BYTES, prompt.exact_tokens if exact else 0, prompt.cache_salt, cache_group,
-        prompt.media, truncated or not exact,
-    )  # fmt: skip
-    if truncated or prompt.skips_cache or prompt.others:
-        others = tuple([lookup_of(other, cache_group) for other in prompt.others])
-        prompts = 1 + len(others) + prompt.unread_prompts
-        lookup.special = SpecialPrompt(prompt.skips_cache, others, prompts, prompt.total_tokens)
-        for other in others:
-            other.special = SpecialPrompt(prompt.skips_cache, total_tokens=other.token_count)
-    return lookup
+# Which candidates can hold a request in their context window. Asked only where the nodes of a model differ in it.
+#
+#     length       a node is a candidate if                      if none is, the candidates are
+#     ---------    ------------------------------------------    --------------------------------------------------
+#     exact        its window holds the prompt and the output    those with the longest window that hold the prompt
+#                                                                (engines may shorten the output)
+#     estimated    the same, with an estimate that is rather     those with the longest window (the estimate may be
+#                  too high                                      wrong)
+#
+# The output is what the request allows, else the expected one. A prompt that is longer than every window is rejected
+# only if its length is exact.
+
+
+class ContextFit:
+    def __init__(self, cache_view: CacheView, output_lengths: OutputLengthEstimate) -> None:
+        self._cache_view = cache_view
+        self._output_lengths = output_lengths
+
+    def needed(self, request: RoutingRequest) -> float:
+        """Return the tokens of the longest prompt and its output; 0 if the prompt's length is unknown."""
+        if not request.input_tokens:
+            return 0.0
+        output = request.max_output_tokens or self._output_lengths.expected(request.model, request.tenant)
+        return request.input_tokens + output
+
+    def candidates(
+        self, request: RoutingRequest, group: Group, windows: ContextWindows, candidates: Candidates
+    ) -> Candidates:
+        """Return the candidates that the table above names; none if only nodes that are down hold the prompt. Raises
+        ContextTooLong."""
+        tokens = request.input_tokens
+        found = windows.fitting(candidates, self.needed(request))
+        if found.nodes:
+            return found
+        if request.input_exact:
+            if tokens <= windows.largest:
+                return windows.widest(windows.fitting(candidates, tokens))
+            if not self._tokens_differ(group):
+                raise ContextTooLong(tokens, windows.largest)
+        return windows.widest(candidates)
+
+    def _tokens_differ(self, group: Group) -> bool:
+        """Return whether a node's tokens are known to differ from the router's, so that no length is exact."""
+        caches = (self._cache_view.cache(node.name) for node in group.members)
+        return any(cache is not None and cache.token_mismatch for cache in caches)

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
 from warmroute._kernel import BlockIndex, Recency
-from warmroute.index.tiers import Tier
+from warmroute.core.node_cache import Tier
 
 MAX_BLOCKS: Final = 1 << 20
 """Blocks remembered for all tenants together. The tenant with the most blocks loses its oldest first."""

@@ -11,7 +11,7 @@ from typing import Literal
 
 import msgspec
 
-from warmroute.config.priority import PriorityName
+from warmroute.config.routing import PriorityName
 
 CaptureOutcome = Literal["ok", "cancelled", "broken", "failed", "not_admitted", "mirrored"]
 

@@ -1,37 +1,34 @@
-"""What routing was worth: tokens, times and saved prefill time of complete responses.
-
-The responses are counted by model and route, by model and tenant, and by model and node: not by all of them at once,
-which would be a number of counters that no operator can use. _kernel/traffic.c has the counters.
-
-Cached tokens save the time that their node would have needed to prefill them, at the speed of long prompts. A prefill
-takes at least one step of the engine, however few tokens are left:
-
-    cost(new, cached) = max(step_ms, long_ms_per_token · work(new, cached))                              [ms]
-    saved(cached)     = cost(prompt, 0) − cost(prompt − cached, cached)                                  [ms]
-
-`saved_ms` compares with a cold fleet: the cached tokens are those that the node reported, or the predicted ones if it
-reported none. `round_robin_saved_ms` estimates what round robin would have saved: the mean over all candidates of what
-the prompt's prefix on each of them would have saved. It assumes the caches that this router's choices have filled. If
-the router chose without looking up caches (another policy, a short prompt), both are equal. They exist in GPU
-milliseconds, too: multiplied by the number of GPUs of the node.
-"""
+"""Counters of requests, and what routing was worth, by model, route and tenant."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Container, Sequence
 from itertools import pairwise
 from typing import Final, TypeVar
 
-from warmroute._kernel import TIME_BOUNDS_MS as TIME_BOUNDS_MS
-from warmroute._kernel import Histogram as Histogram
-from warmroute._kernel import RouteTraffic as RouteTraffic
-from warmroute._kernel import TokenTraffic as TokenTraffic
-from warmroute._kernel import TrafficRecorder
-from warmroute.fleet.node import Node
-from warmroute.routing.attempts import Attempts, Usage
-from warmroute.routing.dispatch import Dispatch
-from warmroute.routing.sampled_prompt import SampledPrompt
-from warmroute.telemetry.popular_prefixes import PopularPrefixes
+from warmroute._kernel import TIME_BOUNDS_MS, RouteTraffic, TokenTraffic, TrafficRecorder
+from warmroute.core.calls import Attempts, SampledPrompt, Usage
+from warmroute.core.hot_prefixes import PopularPrefixes
+from warmroute.core.node import Node
+from warmroute.core.tickets import Dispatch
+
+# What routing was worth: tokens, times and saved prefill time of complete responses.
+#
+# The responses are counted by model and route, by model and tenant, and by model and node: not by all of them at once,
+# which would be a number of counters that no operator can use. _kernel/traffic.c has the counters.
+#
+# Cached tokens save the time that their node would have needed to prefill them, at the speed of long prompts. A prefill
+# takes at least one step of the engine, however few tokens are left:
+#
+#     cost(new, cached) = max(step_ms, long_ms_per_token · work(new, cached))                              [ms]
+#     saved(cached)     = cost(prompt, 0) − cost(prompt − cached, cached)                                  [ms]
+#
+# `saved_ms` compares with a cold fleet: the cached tokens are those that the node reported, or the predicted ones if it
+# reported none. `round_robin_saved_ms` estimates what round robin would have saved: the mean over all candidates of
+# what the prompt's prefix on each of them would have saved. It assumes the caches that this router's choices have
+# filled. If the router chose without looking up caches (another policy, a short prompt), both are equal. They exist in
+# GPU milliseconds, too: multiplied by the number of GPUs of the node.
 
 MAX_ROUTES: Final = 256
 """Pairs of model and route that are counted apart. Further ones count as OTHER."""
@@ -44,7 +41,7 @@ MAX_RECORDERS: Final = 16_384
 OTHER: Final = ("(other)", "")
 _UNREPORTED: Final[Usage] = (None, None, None)
 
-Counters = TypeVar("Counters", bound=TokenTraffic)
+TrafficCounters = TypeVar("TrafficCounters", bound=TokenTraffic)
 
 
 class Traffic:
@@ -135,8 +132,8 @@ class Traffic:
 
 
 def _counters(
-    known: dict[tuple[str, str], Counters], key: tuple[str, str], most: int, create: type[Counters]
-) -> Counters:
+    known: dict[tuple[str, str], TrafficCounters], key: tuple[str, str], most: int, create: type[TrafficCounters]
+) -> TrafficCounters:
     found = known.get(key)
     if found is None:
         found = known.setdefault(key if len(known) < most else OTHER, create())
@@ -154,3 +151,85 @@ def time_percentile(counts: Sequence[int], fraction: float) -> float | None:
             return low + (high - low) * (wanted - seen) / count
         seen += count
     return TIME_BOUNDS_MS[-1]
+
+
+# Counters of the router. app/metrics/page.py exports them.
+
+PROMPT_READINGS: Final = ("exact", "inexact", "text", "none")
+"""How the router read a prompt: as the engine's tokens; as tokens of which the engine may not have all; as text
+because there is no tokenizer, or it cannot render the request; or not at all."""
+
+TRACE_DROPS: Final = ("queue_full", "export_failed", "shutdown")
+
+
+class Counters:
+    __slots__ = (
+        "capture_dropped",
+        "capture_written",
+        "disconnects",
+        "errors",
+        "hedges",
+        "hedges_won",
+        "interrupted",
+        "journal_dropped",
+        "journal_written",
+        "prompts",
+        "prompts_in_threads",
+        "prompts_not_tokenized",
+        "rejected",
+        "rejected_by_tenant",
+        "responses",
+        "retries",
+        "route_requests",
+        "split_requests",
+        "stale_connections",
+        "traces_dropped",
+        "traces_exported",
+        "traces_limited",
+    )
+
+    def __init__(self) -> None:
+        self.responses: Counter[int] = Counter()
+        """Complete responses of nodes, by status."""
+        self.errors: Counter[tuple[int, str]] = Counter()
+        """Error responses of the router itself, by status and code."""
+        self.rejected: Counter[tuple[str, int]] = Counter()
+        """Requests that admission rejected, by reason and priority. They are in `errors`, too."""
+        self.rejected_by_tenant: Counter[tuple[str, int, str]] = Counter()
+        """The same requests by tenant, priority and reason."""
+        self.route_requests: Counter[str] = Counter()
+        """Requests by route."""
+        self.interrupted = 0
+        """Responses that failed after their first byte."""
+        self.disconnects = 0
+        """Clients that disconnected before they had their whole response."""
+        self.retries = 0
+        """Attempts on another node after a failed one."""
+        self.split_requests: Counter[str] = Counter()
+        """Requests that one node prefilled for another one, by outcome."""
+        self.hedges = 0
+        """Requests sent to a second node because their first token was overdue."""
+        self.hedges_won = 0
+        """Of these, the ones that the second node answered."""
+        self.stale_connections = 0
+        """Requests sent again because the node had closed the kept-alive connection."""
+        self.prompts: Counter[tuple[str, str]] = Counter()
+        """Prompts by served model and reading (PROMPT_READINGS)."""
+        self.prompts_in_threads = 0
+        """Prompts that a thread tokenized."""
+        self.prompts_not_tokenized = 0
+        """Prompts that the router routed by load because too many prompts waited for a thread."""
+        self.journal_written = 0
+        """Decisions written to the journal file."""
+        self.journal_dropped = 0
+        """Decisions that could not be written to the journal file."""
+        self.capture_written = 0
+        """Requests written to captures, once for each capture."""
+        self.capture_dropped = 0
+        """Requests that could not be written to a capture."""
+        self.traces_exported = 0
+        """Traces that the collector took."""
+        self.traces_dropped: Counter[str] = Counter()
+        """Traces that the collector did not get, by reason (TRACE_DROPS)."""
+        self.traces_limited = 0
+        """Requests that were not traced although their client asked for it."""

@@ -11,15 +11,14 @@ from typing import TypeVar
 
 import msgspec
 
+from warmroute._kernel import RequestHead
 from warmroute.edge import errors
-from warmroute.edge.api_keys import NO_RIGHTS, Rights
+from warmroute.edge.arrival import NO_RIGHTS, Rights
 from warmroute.edge.client_address import ClientAddresses
 from warmroute.edge.client_connection import ClientConnection
-from warmroute.edge.errors import HttpError
-from warmroute.edge.http1 import RequestHead
-from warmroute.edge.local_replies import Headers, render_start
+from warmroute.edge.client_errors import ClientErrors
+from warmroute.edge.errors import Headers, HttpError, render_start
 from warmroute.event_log import EventLog, where_it_failed
-from warmroute.telemetry.client_errors import ClientErrors
 
 log = EventLog("warmroute.edge")
 

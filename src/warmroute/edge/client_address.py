@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Final
 
-from warmroute.config.serving_settings import UNIX_PROXY
+from warmroute.config.clients import UNIX_PROXY
 
 UNIX: Final = "unix socket"
 MAX_HOPS: Final = 16

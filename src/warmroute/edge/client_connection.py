@@ -1,8 +1,4 @@
-"""One connection from a client: parses its bytes into requests and writes the responses.
-
-The connection reads one request at a time (the head, then the whole body), passes it to its handler, and takes the next
-one after the response. During a response it keeps reading, so that it notices when the client disconnects.
-"""
+"""A client's connection: requests in, responses out, and what it needs of its listener."""
 
 from __future__ import annotations
 
@@ -12,20 +8,185 @@ import socket
 import struct
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, Protocol
 
-from warmroute._kernel import SocketTransport, read_request_head
+from warmroute._kernel import (
+    BadChunk,
+    BodyBuffer,
+    ChunkReader,
+    RequestHead,
+    SocketTransport,
+    UnreadBytes,
+    read_request_head,
+)
+from warmroute.app import metrics
+from warmroute.app.metrics.exposition import Page
+from warmroute.config import Limits
 from warmroute.edge import errors
-from warmroute.edge.body_reader import BodyReader
-from warmroute.edge.errors import HttpError
-from warmroute.edge.http1 import MAX_HEADER_FIELDS, RequestHead, head_rejection
-from warmroute.edge.local_replies import CLOSE_LINE, Headers, render_final_error, render_reply, with_request_id
-from warmroute.edge.paths import is_anthropic
-from warmroute.edge.timer_wheel import NEVER
+from warmroute.edge.arrival import Rights, is_anthropic
+from warmroute.edge.errors import CLOSE_LINE, Headers, HttpError, render_final_error, render_reply, with_request_id
+from warmroute.edge.http1 import MAX_HEADER_FIELDS, head_rejection
+from warmroute.edge.timer_wheel import NEVER, TimerWheel
+from warmroute.event_log import EventLog
 
-if TYPE_CHECKING:
-    from warmroute.edge.api_keys import Rights
-    from warmroute.edge.listener import Exchange, Listener
+# Collects a request body from the pieces in which it arrives, within the limits on size and memory.
+#
+# All bodies share `limits.buffered_bytes`. Each tenant may take at most half of what the others leave, so a tenant that
+# fills its share leaves room for the next one. A tenant that needs more than is left ends incomplete bodies of tenants
+# that have more than itself. In the end, n tenants that want all they can get have 1 / (n + 1) of the memory each.
+
+_BURST_BYTES: Final = 1 << 20
+
+
+class BodyMemory:
+    """The memory of request bodies, by tenant."""
+
+    def __init__(self) -> None:
+        self.total_bytes = 0
+        self.by_tenant: dict[str, int] = {}
+        """Of tenants that share the memory: `Rights.body_tenant`."""
+        self._incomplete: dict[str, dict[Any, int]] = {}
+        """Connections or streams whose body is arriving, by tenant, and how much of it has arrived. They have a method
+        `give_way`."""
+
+    def reserve(self, tenant: str | None, size: int, limit: int) -> None:
+        """Count bytes of a body. Raises HttpError if the limit on all bodies, or on this tenant's, is reached."""
+        if tenant is None:
+            if self.total_bytes + size > limit:
+                raise errors.request_buffer_full()
+        else:
+            own = self.by_tenant.get(tenant, 0)
+            if own + size > (limit - self.total_bytes + own) // 2:
+                self._make_room(tenant, size, limit)
+            self.by_tenant[tenant] = own + size
+        self.total_bytes += size
+
+    def has_room(self, tenant: str | None, size: int, limit: int) -> bool:
+        """Return whether `reserve` would succeed without ending other bodies."""
+        if tenant is None:
+            return self.total_bytes + size <= limit
+        own = self.by_tenant.get(tenant, 0)
+        return own + size <= (limit - self.total_bytes + own) // 2
+
+    def release(self, tenant: str | None, size: int) -> None:
+        self.total_bytes -= size
+        if tenant is not None and size:
+            left = self.by_tenant[tenant] - size
+            if left:
+                self.by_tenant[tenant] = left
+            else:
+                del self.by_tenant[tenant]
+
+    def arrives(self, tenant: str | None, receiver: Any, size: int) -> None:
+        """So much of this body has arrived, and it is not complete."""
+        if tenant is not None:
+            self._incomplete.setdefault(tenant, {})[receiver] = size
+
+    def arrived(self, tenant: str | None, receiver: Any) -> None:
+        """The body is complete, or given up."""
+        if tenant is not None and (incomplete := self._incomplete.get(tenant)) is not None:
+            incomplete.pop(receiver, None)
+            if not incomplete:
+                del self._incomplete[tenant]
+
+    def _make_room(self, tenant: str, size: int, limit: int) -> None:
+        """Raises HttpError."""
+        while not self.has_room(tenant, size, limit):
+            wanted = self.by_tenant.get(tenant, 0) + size
+            held = {name: held for name, held in self.by_tenant.items() if held > wanted}
+            from_whom = max(held.keys() & self._incomplete.keys(), key=held.__getitem__, default=None)
+            if from_whom is None:
+                raise errors.request_buffer_full() if held else errors.tenant_buffer_full()
+            incomplete = self._incomplete[from_whom]
+            receiver = max(incomplete, key=incomplete.__getitem__)
+            self.arrived(from_whom, receiver)
+            receiver.give_way()
+
+
+class BodyReader:
+    __slots__ = ("_burst_bytes", "_data", "_frames", "_listener", "_missing_bytes", "held_bytes", "tenant")
+
+    def __init__(self, listener: Listener) -> None:
+        self._listener = listener
+        self._data = BodyBuffer()
+        self._burst_bytes = 0
+        self._frames: ChunkReader | None = None
+        self._missing_bytes = 0
+        """Of a chunked body: how many more bytes the limit allows."""
+        self.tenant: str | None = ""
+        """Whose share of the memory this body takes from."""
+        self.held_bytes = 0
+        """This body's part of `listener.bodies`."""
+
+    def start(self, length: int) -> None:
+        """Expect a body of this length; a negative length: a chunked body."""
+        if length >= 0:
+            self._frames = None
+            self._missing_bytes = length
+        else:
+            self._frames = ChunkReader()
+            self._missing_bytes = self._listener.limits.body_bytes
+
+    def feed(self, data: bytes) -> int:
+        """Add bytes. Return how many of them belong to the body if it ends in them, else -1. Raises HttpError."""
+        frames = self._frames
+        if frames is None:
+            end = min(len(data), self._missing_bytes)
+            payload = data if end == len(data) else data[:end]
+            self.reserve(end)
+            self._missing_bytes -= end
+            if self._missing_bytes:
+                end = -1
+        else:
+            pieces: list[bytes] = []
+            try:
+                end = frames.feed(data, pieces)
+            except BadChunk as bad:
+                raise errors.bad_request(f"The chunked body is malformed: {bad}.") from None
+            payload = b"".join(pieces)
+            self._missing_bytes -= len(payload)
+            if self._missing_bytes < 0:
+                raise errors.body_too_large(self._listener.limits.body_bytes)
+            self.reserve(len(payload))
+        self._data.append(payload, 0 if frames is not None else self._missing_bytes)
+        self._burst_bytes += len(data)
+        return end
+
+    def ends_burst(self) -> bool:
+        """Return whether so much has arrived that other connections should have their turn: the event loop would read
+        8 MB of one connection at once, which takes up to 20 ms."""
+        if self._burst_bytes < _BURST_BYTES:
+            return False
+        self._burst_bytes = 0
+        return True
+
+    def take(self) -> bytes:
+        """Return the complete body. Its memory stays counted until `release`."""
+        return self._data.take()
+
+    def reserve(self, size: int) -> None:
+        """Count bytes against the memory limit of all bodies. Raises HttpError if it is reached."""
+        listener = self._listener
+        bodies, limit = listener.bodies, listener.limits.buffered_bytes
+        if self.tenant is None and bodies.total_bytes + size <= limit:
+            bodies.total_bytes += size  # without a call: most routers have one tenant
+        else:
+            bodies.reserve(self.tenant, size, limit)
+        self.held_bytes += size
+
+    def release(self) -> None:
+        """The body is no longer needed."""
+        if self.held_bytes:
+            self._listener.bodies.release(self.tenant, self.held_bytes)
+            self.held_bytes = 0
+        if self._data:
+            self._data.take()
+
+
+# One connection from a client: parses its bytes into requests and writes the responses.
+#
+# The connection reads one request at a time (the head, then the whole body), passes it to its handler, and takes the
+# next one after the response. During a response it keeps reading, so that it notices when the client disconnects.
 
 AWAITING_HEAD: Final = 0
 AWAITING_BODY: Final = 1
@@ -591,3 +752,193 @@ class ClientConnection:
         if self.transport.get_write_buffer_size():
             timers = self._listener.timers
             timers.arm(self, timers.now() + self._listener.limits.stall_timeout_s)
+
+
+# The handler behind a listening socket, and the client connections that are open on it.
+
+log = EventLog("warmroute.edge")
+
+LOG_PAUSE_S: Final = 10.0
+"""Shortest time between two log records of clients that were too slow."""
+
+
+class Exchange(Protocol):
+    """Answers the current request. The connection tells it what its client does."""
+
+    def client_left(self) -> None:
+        """The client disconnected."""
+
+    def pause_response(self) -> None:
+        """The client reads more slowly than the router writes: write no more until `resume_response`."""
+
+    def resume_response(self) -> None: ...
+
+    def internal_error(self, error: Exception) -> None:
+        """The router itself failed while this request was served: answer with an error, or break off the response."""
+
+    def cut_off(self) -> None:
+        """The router stops: answer with an error, or break off the response."""
+
+
+class Handler(Protocol):
+    def admit(self, head: RequestHead) -> Rights:
+        """Check a request's head before its body is read. Return what the request may do. Raises HttpError."""
+
+    def serve(self, client: ClientConnection, head: RequestHead, body: bytes) -> Exchange | None:
+        """Answer a request now and return None, or return the exchange that answers it later. Raises HttpError."""
+
+    def new_request_id(self) -> bytes:
+        """Return an id for a request that has none; empty if this listener gives no ids."""
+
+    def error_sent(self, error: HttpError, request_id: bytes, peer: bytes, forwarded_for: bytes) -> None:
+        """The router answered a request with this error. `peer`: the address of the connection. `forwarded_for`: the
+        request's X-Forwarded-For."""
+
+    def internal_error(self, error: Exception, request_id: bytes = b"") -> HttpError:
+        """The router itself failed at a request: log that, and return the client's error."""
+
+
+class Listener:
+    """State that the connections of one listening socket share."""
+
+    def __init__(
+        self, handler: Handler, limits: Limits, timers: TimerWheel, wrong_key_delay_s: float = 0.0
+    ) -> None:  # fmt: skip
+        """`wrong_key_delay_s`: how long clients with a wrong key wait for their 401, at most MAX_HELD at a time."""
+        self.handler = handler
+        self.wrong_key_delay_s = wrong_key_delay_s
+        self.held = 0
+        """Connections whose client waits for its 401."""
+        self.limits = limits
+        self.timers = timers
+        self.unread = UnreadBytes(limits.unread_bytes, self.unread_limit_reached)
+        """What clients have not read of their responses."""
+        self.stalled: dict[ClientConnection, int] = {}
+        """Clients that do not read and whose bytes the event loop holds, not the kernel: those with TLS. The one that
+        stopped reading first is the first; how much it has not read."""
+        self.too_slow = 0
+        """Clients that were disconnected because of `limits.unread_bytes`."""
+        self._too_slow_logged = 0
+        self._log_again_s = -NEVER
+        self.connections: set[ClientConnection] = set()
+        self.without_request: dict[ClientConnection, None] = {}
+        """Connections that have not sent the head of a request yet, the oldest first."""
+        self.accepted = 0
+        self.handshakes = 0
+        """Accepted connections whose TLS handshake has not ended."""
+        self.bodies = BodyMemory()
+        self.closing = False
+        """The router stops: idle connections are closed."""
+        self.closes_after_response = False
+        """Responses carry `Connection: close`: the router stops, or `limits.connections` is reached."""
+        self.on_closed: Callable[[], object] | None = None
+        """Is called after a connection was closed."""
+        self._empty: asyncio.Event | None = None
+
+    def protocol(self) -> Any:
+        """Return the protocol of a new connection. It has asyncio.Protocol's methods and does not inherit from it."""
+        return ClientConnection(self)
+
+    def close_idle(self) -> None:
+        """Close the connections that wait for a request now, and the others after their response. Those that have not
+        sent any request yet have a moment for it."""
+        self.closing = self.closes_after_response = True
+        for client in list(self.connections):
+            client.close_if_idle()
+
+    async def until_empty(self) -> None:
+        self._empty = asyncio.Event()
+        handshakes_end_s = self.timers.now() + LAST_REQUEST_S
+        while self.connections or (self.handshakes and self.timers.now() < handshakes_end_s):
+            if self.connections:
+                await self._empty.wait()
+                self._empty.clear()
+            else:
+                await asyncio.sleep(0.01)
+
+    def connection_made(self, client: ClientConnection) -> bool:
+        """Count a new connection. Return False if there are too many."""
+        self.accepted += 1
+        connections = self.connections
+        connections.add(client)
+        if len(connections) > self.limits.connections:
+            oldest = next(iter(self.without_request), None)
+            if oldest is None:
+                return False
+            del self.without_request[oldest]
+            connections.discard(oldest)
+            oldest.make_place()
+        self.without_request[client] = None
+        self._count_changed()
+        return True
+
+    def _count_changed(self) -> None:
+        self.closes_after_response = self.closing or len(self.connections) >= self.limits.connections
+
+    def connection_closed(self, client: ClientConnection) -> None:
+        self.connections.discard(client)
+        self.without_request.pop(client, None)
+        if self.stalled:
+            self.read_again(client)
+        self._count_changed()
+        if self._empty is not None and not self.connections:
+            self._empty.set()
+        if self.on_closed is not None:
+            self.on_closed()
+
+    def add_metrics(self, page: Page) -> None:
+        page[metrics.REQUEST_BODIES].add(self.bodies.total_bytes)
+        page[metrics.CLIENT_UNREAD].add(self.unread.bytes)
+        page[metrics.CLIENTS_TOO_SLOW].add(self.too_slow)
+
+    @property
+    def buffered_bytes(self) -> int:
+        """Bytes of requests in memory, of all connections."""
+        return self.bodies.total_bytes
+
+    # Clients that do not read.
+
+    def stall(self, client: ClientConnection, unread_bytes: int) -> None:
+        """Count what a client has not read, where the kernel does not."""
+        self.read_again(client)
+        self.stalled[client] = unread_bytes
+        self.unread.add(unread_bytes)
+        if self.unread.bytes > self.unread.limit:
+            self.unread_limit_reached()
+
+    def read_again(self, client: ClientConnection) -> None:
+        """A client has read what `stall` counted, or has left."""
+        self.unread.add(-self.stalled.pop(client, 0))
+
+    def unread_limit_reached(self) -> None:
+        """Disconnect the slowest clients until the others have left no more than `limits.unread_bytes` unread."""
+        unread = self.unread
+        while unread.bytes > unread.limit:
+            client: ClientConnection | None = unread.slowest() or next(iter(self.stalled), None)
+            if client is None:
+                break
+            self.too_slow += 1
+            client.too_slow()
+            self.read_again(client)
+        now_s = self.timers.now()
+        if self.too_slow > self._too_slow_logged and now_s >= self._log_again_s:
+            log.warning(
+                "slow_clients_disconnected",
+                "Clients have left more than limits.unread_bytes of their responses unread. The slowest ones go first.",
+                clients=self.too_slow - self._too_slow_logged,
+                limit_bytes=unread.limit,
+            )
+            self._too_slow_logged, self._log_again_s = self.too_slow, now_s + LOG_PAUSE_S
+
+    def cut_off_all(self) -> None:
+        """End all requests with an error: the router stops."""
+        for client in list(self.connections):
+            client.cut_off()
+
+    def abort_all(self) -> None:
+        for client in list(self.connections):
+            client.abort()
+
+    @property
+    def busy(self) -> int:
+        return sum(1 for client in self.connections if client.busy)

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from heapq import heappush, heapreplace
 from typing import Any, Final
 
+from warmroute.app.alerts import MAX_SOURCES, Alert
 from warmroute.event_log import EventLog
-from warmroute.telemetry.alerts import MAX_SOURCES, Alert
 
 log = EventLog("warmroute.requests")
 

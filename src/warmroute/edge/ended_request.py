@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from warmroute.fleet.node import Node
-from warmroute.routing.routing_errors import RoutingError
+from warmroute.core.node import Node
+from warmroute.core.rejections import RoutingError
 
 
 class EndedRequest:

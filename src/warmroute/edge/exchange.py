@@ -1,8 +1,4 @@
-"""The I/O of one request: sends it to the node that its attempts name, and streams the response to the client.
-
-routing/attempts.py decides which node comes next and when the request has ended. A client that disconnects closes the
-connection to the node. A response that breaks off is ended so that no client takes it for complete.
-"""
+"""One proxied request at the edge: its tries, the response that is relayed, and its end."""
 
 from __future__ import annotations
 
@@ -10,35 +6,79 @@ import re
 from collections.abc import Callable
 from random import getrandbits
 from typing import TYPE_CHECKING, Final
+from urllib.parse import quote
 
-from warmroute._kernel import USAGE_TAIL_BYTES, Outline, ResponseTail, read_usage
+from warmroute._kernel import (
+    CHUNKED,
+    UNTIL_CLOSE,
+    USAGE_TAIL_BYTES,
+    ChunkReader,
+    Outline,
+    RequestHead,
+    ResponseHead,
+    ResponseTail,
+    read_usage,
+)
+from warmroute.core.calls import Attempts, SplitRequest
+from warmroute.core.messages import Outcome
+from warmroute.core.node import Node, Ticket
+from warmroute.core.rejections import RoutingError
+from warmroute.core.tickets import DecodeDispatch, Dispatch
 from warmroute.edge import errors
+from warmroute.edge.arrival import is_anthropic
 from warmroute.edge.connection_pool import ConnectionPool
-from warmroute.edge.error_body import ErrorBody
 from warmroute.edge.first_token import FirstTokenDetector, detector_for
-from warmroute.edge.http1 import CHUNKED, UNTIL_CLOSE, ChunkReader, RequestHead, ResponseHead
-from warmroute.edge.last_event import MAX_TAIL_BYTES, has_last_event
-from warmroute.edge.missing_paths import MAX_JUDGED_BYTES, lacks_path
-from warmroute.edge.node_attempt import NodeAttempt
 from warmroute.edge.node_connection import ConnectFailure, NodeConnection
-from warmroute.edge.node_headers import names_node, node_lines
-from warmroute.edge.paths import is_anthropic
-from warmroute.edge.retry_after import seconds_of
-from warmroute.edge.split_attempt import DecodeAttempt, PrefillAttempt
-from warmroute.fleet.node import Node, Outcome
-from warmroute.fleet.ticket import Ticket
-from warmroute.prompt.body_splice import splice
+from warmroute.edge.response import MAX_JUDGED_BYTES, MAX_TAIL_BYTES, ErrorBody, has_last_event, lacks_path, seconds_of
+from warmroute.edge.trace_context import RequestTrace
+from warmroute.edge.tries import DecodeAttempt, NodeAttempt, PrefillAttempt
 from warmroute.prompt.prompt import Prompt
-from warmroute.routing.attempts import Attempts
-from warmroute.routing.dispatch import Dispatch
-from warmroute.routing.routing_errors import RoutingError
-from warmroute.routing.split_request import SplitRequest
-from warmroute.telemetry.tracing.request_trace import RequestTrace
+from warmroute.prompt.request_body import splice
 
 if TYPE_CHECKING:
     from warmroute.edge.client_connection import ClientConnection
-    from warmroute.edge.prompt_reader import PendingPrompt
     from warmroute.edge.proxy import Proxy
+    from warmroute.prompt.reader import PendingPrompt
+
+
+# Response headers that name the node, the prefill node and the predicted cache hit, for clients that may know.
+
+EXPLAIN_HEADER: Final = b"x-warmroute-explain"
+_NAME_CHARACTERS: Final = " !#$&'()*+,/:;<=>?@[]^`{|}"
+"""Characters of a node's name that need no escape in a header, beside letters and digits."""
+
+
+def names_node(setting: str, head: RequestHead) -> bool:
+    """Return whether the response to this request names its node. `setting`: journal.response_headers, empty if off."""
+    return bool(setting) and (setting == "always" or head.get(EXPLAIN_HEADER) == b"1")
+
+
+def node_headers(attempts: Attempts) -> list[tuple[bytes, bytes]]:
+    ticket, split = attempts.ticket, attempts.split
+    found = [(b"X-Warmroute-Node", _name(ticket.node))]
+    if not isinstance(ticket, Dispatch):
+        return found
+    cached = ticket.cached
+    if split is not None and isinstance(ticket, DecodeDispatch):
+        found.append((b"X-Warmroute-Prefill-Node", _name(split.pair.prefill_node)))
+        if isinstance(split.prefill_ticket, Dispatch):
+            cached = split.prefill_ticket.cached
+    found.append((b"X-Warmroute-Hit", b"%d/%d" % (cached, ticket.tokens)))
+    return found
+
+
+def node_lines(attempts: Attempts) -> bytes:
+    return b"".join([b"%b: %b\r\n" % header for header in node_headers(attempts)])
+
+
+def _name(node: Node) -> bytes:
+    return quote(node.name, safe=_NAME_CHARACTERS).encode("ascii")
+
+
+# The I/O of one request: sends it to the node that its attempts name, and streams the response to the client.
+#
+# core/calls.py decides which node comes next and when the request has ended. A client that disconnects closes the
+# connection to the node. A response that breaks off is ended so that no client takes it for complete.
 
 _NODE_LIMITS: Final = re.compile(rb"(?im)^x-ratelimit-[^\r\n]*\r\n")
 """Rate limits of a node, which the router replaces with its own where the tenant has some."""

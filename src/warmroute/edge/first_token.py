@@ -5,8 +5,7 @@
 
 from __future__ import annotations
 
-from warmroute._kernel import FirstTokenSearch
-from warmroute.edge.http1 import CHUNKED, ChunkReader, ResponseHead
+from warmroute._kernel import CHUNKED, ChunkReader, FirstTokenSearch, ResponseHead
 
 
 class FirstTokenDetector:

@@ -6,11 +6,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from warmroute._kernel import RequestHead
 from warmroute.edge import errors
-from warmroute.edge.body_scanner import ScannedBody
+from warmroute.edge.arrival import ScannedBody
 from warmroute.edge.errors import HttpError
-from warmroute.edge.http1 import RequestHead
-from warmroute.telemetry.tracing.request_trace import RequestTrace
+from warmroute.edge.trace_context import RequestTrace
 
 if TYPE_CHECKING:
     from warmroute.edge.proxy import Proxy

@@ -1,9 +1,4 @@
-"""One connection to a node. It carries one request at a time.
-
-The connection reads the response's head, follows its framing, and passes the bytes on unchanged. Engines send the head
-of a stream when they accept the request, long before the first token. The connection keeps that head until a byte of
-the body arrives, so that a node that fails in between has not responded yet and the router can try another node.
-"""
+"""A connection to a node: one request at a time, whose response is relayed as it comes."""
 
 from __future__ import annotations
 
@@ -12,15 +7,67 @@ import enum
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from warmroute._kernel import SocketTransport, read_response_head
-from warmroute.edge.http1 import CHUNKED, UNTIL_CLOSE, BadChunk, BrokenResponse, ChunkReader, ResponseHead
-from warmroute.edge.piecewise_writer import PIECE_BYTES, PiecewiseWriter
+from warmroute._kernel import (
+    CHUNKED,
+    UNTIL_CLOSE,
+    BadChunk,
+    ChunkReader,
+    ResponseHead,
+    SocketTransport,
+    read_response_head,
+)
+from warmroute.edge.http1 import BrokenResponse
 from warmroute.edge.timer_wheel import NEVER
 from warmroute.event_log import EventLog, where_it_failed
 from warmroute.http_client import MAX_INFORMATIONAL
 
 if TYPE_CHECKING:
     from warmroute.edge.connection_pool import ConnectionPool
+
+
+# Writes a large body to a TLS connection piece by piece: to encrypt 32 MB at once takes 120 ms on the event loop.
+
+PIECE_BYTES: Final = 1 << 20
+
+
+class PiecewiseWriter:
+    def __init__(self, transport: asyncio.Transport, body: bytes) -> None:
+        self._transport = transport
+        self._rest = memoryview(body)
+        self._paused = False
+        self._write()
+
+    @property
+    def finished(self) -> bool:
+        return not self._rest
+
+    def stop(self) -> None:
+        """Write no more."""
+        self._rest = memoryview(b"")
+
+    def pause(self) -> None:
+        """The node reads more slowly than this writes."""
+        self._paused = True
+
+    def resume(self) -> None:
+        self._paused = False
+        self._write()
+
+    def _write(self) -> None:
+        if self._paused or not self._rest or self._transport.is_closing():
+            return
+        piece, self._rest = self._rest[:PIECE_BYTES], self._rest[PIECE_BYTES:]
+        self._transport.write(piece)
+        if self._rest and not self._paused:
+            asyncio.get_running_loop().call_soon(self._write)
+
+
+# One connection to a node. It carries one request at a time.
+#
+# The connection reads the response's head, follows its framing, and passes the bytes on unchanged. Engines send the
+# head of a stream when they accept the request, long before the first token. The connection keeps that head until a
+# byte of the body arrives, so that a node that fails in between has not responded yet and the router can try another
+# node.
 
 log = EventLog("warmroute.edge")
 

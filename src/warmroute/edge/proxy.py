@@ -1,54 +1,119 @@
-"""Serves a client's request: checks its path and key, builds its RoutingRequest, reads its prompt, asks for a node."""
+"""The proxy as a whole: it takes the requests of all listeners, and answers some paths itself."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from urllib.parse import unquote
 
-from warmroute._kernel import MAX_LOOKUP_TOKENS, MAX_LOOP_BYTES, TOKEN_BYTES, Outline
-from warmroute.capture.capture import Capture, CapturedPrompt
+import msgspec
+
+from warmroute._kernel import MAX_LOOKUP_TOKENS, MAX_LOOP_BYTES, TOKEN_BYTES, Outline, RequestHead
+from warmroute.app.capture import Capture, CapturedPrompt
 from warmroute.config import Config
+from warmroute.core.admission import Admission
+from warmroute.core.brain import Dispatcher
+from warmroute.core.calls import Attempts
+from warmroute.core.fleet import Fleet
+from warmroute.core.last_decisions import Journal
+from warmroute.core.messages import KvTransfer, Lookup, RoutingRequest
+from warmroute.core.node import Node
+from warmroute.core.rate_limits import Charge, RateLimits, TenantLimits
+from warmroute.core.rejections import RETRY_AFTER_S, NotAdmitted, RateLimited, RoutingError, to_error
+from warmroute.core.router import Router
+from warmroute.core.traffic import Counters
 from warmroute.edge import errors
-from warmroute.edge.admission_errors import to_error
-from warmroute.edge.api_keys import Rights
-from warmroute.edge.body_scanner import BodyScanner, ScannedBody, scan
+from warmroute.edge.arrival import (
+    FORWARDED,
+    HEALTH,
+    WITH_OUTPUT_TOKENS,
+    BodyScanner,
+    RequestBuilder,
+    Rights,
+    ScannedBody,
+    check_path,
+    lookup_of,
+    random_ids,
+    scan,
+)
 from warmroute.edge.client_address import ClientAddresses
 from warmroute.edge.client_connection import ClientConnection
+from warmroute.edge.client_errors import ClientErrors, is_client_error
 from warmroute.edge.connection_pool import ConnectionPools
 from warmroute.edge.ended_request import EndedRequest
 from warmroute.edge.errors import HttpError
 from warmroute.edge.exchange import ProxyExchange
-from warmroute.edge.http1 import RequestHead
 from warmroute.edge.large_body import LargeBodyExchange, end_with
-from warmroute.edge.own_endpoints import OwnEndpoints
-from warmroute.edge.paths import FORWARDED, HEALTH, WITH_OUTPUT_TOKENS, check_path
-from warmroute.edge.prompt_reader import PendingPrompt, PromptReader
 from warmroute.edge.proxy_client import ProxyClient, RequestExchange
-from warmroute.edge.request_builder import RequestBuilder
-from warmroute.edge.request_ids import random_ids
 from warmroute.edge.splittable import ONLY_VLLM, may_split
+from warmroute.edge.trace_context import RequestTrace, Tracing
 from warmroute.event_log import EventLog, where_it_failed
-from warmroute.fleet.fleet import Fleet
-from warmroute.fleet.kv_transfer_protocol import KvTransfer
-from warmroute.fleet.node import Node
-from warmroute.prompt.prompt import Prompt
-from warmroute.prompt.prompt_length import estimated_tokens, longest_prompt, most_tokens
+from warmroute.prompt.prompt import Prompt, estimated_tokens, longest_prompt, most_tokens
+from warmroute.prompt.reader import PendingPrompt, PromptReader
 from warmroute.prompt.request_body import has_prompt
-from warmroute.prompt.routing_request import RoutingRequest
-from warmroute.routing.admission import Admission
-from warmroute.routing.attempts import Attempts
-from warmroute.routing.dispatcher import Dispatcher
-from warmroute.routing.query import Lookup, lookup_of
-from warmroute.routing.rate_limits import Charge, RateLimits, TenantLimits
-from warmroute.routing.router import Router
-from warmroute.routing.routing_errors import NotAdmitted, RateLimited, RoutingError
-from warmroute.telemetry.client_errors import ClientErrors, is_client_error
-from warmroute.telemetry.counters import Counters
-from warmroute.telemetry.journal import Journal
-from warmroute.telemetry.tracing.request_trace import RequestTrace
-from warmroute.telemetry.tracing.tracing import Tracing
+
+# The endpoints that the router answers itself: /health, /ready and /v1/models.
+
+
+class OwnEndpoints:
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self.starting = False
+        self.stopping = False
+        self.waits_for_first_node: Callable[[], bool] = lambda: False
+        """Whether requests wait while the fleet is empty, because the autoscaler will add a node."""
+
+    def serve(self, client: ProxyClient, path: bytes) -> None:
+        """Raises HttpError for a model that no node serves."""
+        if path == b"/health":
+            client.reply(200, b'{"status":"alive"}')
+        elif path == b"/ready":
+            status, text = self.readiness()
+            client.reply(status, text, () if status == 200 else (("Retry-After", str(RETRY_AFTER_S)),))
+        elif path == b"/v1/models":
+            client.reply(200, msgspec.json.encode({"object": "list", "data": self.model_cards()}))
+        else:
+            name = unquote(path.removeprefix(b"/v1/models/").decode("ascii", "replace"))
+            card = next((card for card in self.model_cards() if card["id"] == name), None)
+            if card is None:
+                raise errors.model_not_found(name)
+            client.reply(200, msgspec.json.encode(card))
+
+    def readiness(self) -> tuple[int, bytes]:
+        if self.stopping:
+            return 503, b'{"status":"stopping"}'
+        if self.starting:
+            return 503, b'{"status":"starting"}'
+        if not self._fleet.can_serve and not (self.waits_for_first_node() and self._is_scaled_to_zero()):
+            return 503, b'{"status":"no node can serve"}'
+        return 200, b'{"status":"ready"}'
+
+    def _is_scaled_to_zero(self) -> bool:
+        return all(node.draining for node in self._fleet)
+
+    def model_cards(self) -> Sequence[dict[str, object]]:
+        """Every model of the fleet, as the first node with the longest context window describes it."""
+        cards: dict[str, dict[str, object]] = {}
+        for node in self._fleet:
+            if node.draining:
+                continue
+            described = {str(card.get("id")): card for card in node.model_cards}
+            for model in node.models or ():
+                plain = {"id": model, "object": "model", "created": 0, "owned_by": "warmroute"}
+                card = described.get(model, plain)
+                if model not in cards or _window(card) > _window(cards[model]):
+                    cards[model] = card
+        return list(cards.values())
+
+
+def _window(card: dict[str, object]) -> int:
+    window = card.get("max_model_len")
+    return window if isinstance(window, int) else 0
+
+
+# Serves a client's request: checks its path and key, builds its RoutingRequest, reads its prompt, asks for a node.
 
 log = EventLog("warmroute.requests")
 

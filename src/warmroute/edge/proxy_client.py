@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol
 
-from warmroute.edge.api_keys import Rights
-from warmroute.edge.errors import HttpError
-from warmroute.edge.listener import Exchange
-from warmroute.edge.local_replies import Headers
+from warmroute.core.calls import AttemptDriver, Attempts
+from warmroute.edge.arrival import Rights
+from warmroute.edge.client_connection import Exchange
+from warmroute.edge.errors import Headers, HttpError
+from warmroute.edge.trace_context import RequestTrace
 from warmroute.prompt.prompt import Prompt
-from warmroute.routing.attempt_driver import AttemptDriver
-from warmroute.routing.attempts import Attempts
-from warmroute.telemetry.tracing.request_trace import RequestTrace
 
 if TYPE_CHECKING:
-    from warmroute.edge.prompt_reader import PendingPrompt
+    from warmroute.prompt.reader import PendingPrompt
 
 
 class RequestExchange(Exchange, AttemptDriver, Protocol):

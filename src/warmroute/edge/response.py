@@ -1,20 +1,129 @@
-"""Reads the beginning of a node's error response: what the router keeps of it, and what the engine's text is about.
-
-The request goes to another node at once. If the body has not arrived by then, the connection stays open for it, for at
-most READ_S, and only so many of a node at a time.
-"""
+"""What the edge reads in a node's response: last event, finish reason, Retry-After, and errors."""
 
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable
+from email.utils import parsedate_to_datetime
 from typing import Any, Final
 
-from warmroute.edge.http1 import CHUNKED, BadChunk, ChunkReader, ResponseHead
+import msgspec
+
+from warmroute._kernel import CHUNKED, BadChunk, ChunkReader, ResponseHead
+from warmroute.core.failed_tries import OTHER, NodeError
+from warmroute.core.reported_values import decode_json
 from warmroute.edge.node_connection import ConnectFailure, NodeConnection
 from warmroute.event_log import EventLog, where_it_failed
-from warmroute.fleet.failed_tries import OTHER, NodeError
-from warmroute.fleet.reported_values import decode_json
+
+# Whether an event stream has come to its last event. A client may leave then: it has the whole response.
+#
+# OpenAI's Python client does so after `[DONE]`, without waiting for the end of the HTTP response.
+
+_LAST: Final = re.compile(
+    rb"(?:^|\n)(?:data: ?\[DONE\]|event: ?(?:message_stop|response\.(?:completed|incomplete|failed))\r?\ndata:[^\n]*\n)"
+    rb"[\s0-9a-f]*\Z"
+)
+"""What follows may be an empty line, and the framing of chunks."""
+_MARKERS: Final = (b"[DONE]", b"message_stop", b"response.completed", b"response.incomplete", b"response.failed")
+MAX_TAIL_BYTES: Final = 65_536
+"""How much of a stream's end is kept for the search."""
+
+
+def may_end(piece: bytes) -> bool:
+    """Return whether the last event may be in this piece. Cheap, for each piece of a stream."""
+    return any(marker in piece for marker in _MARKERS)
+
+
+def has_last_event(tail: bytes) -> bool:
+    """`tail`: the end of a response's body."""
+    return _LAST.search(tail) is not None
+
+
+# Reads why an answer ended, of a response that is not streamed.
+
+
+class _Choice(msgspec.Struct):
+    finish_reason: str | None = None
+
+
+class _Answer(msgspec.Struct):
+    """Of chat completions and completions, of /v1/messages, and of /v1/responses."""
+
+    choices: list[_Choice] = []
+    stop_reason: str | None = None
+    status: str | None = None
+
+
+def finish_reason_of(body: bytes) -> str | None:
+    """Return the finish reason as chat completions have it; None if the body has none or is not valid JSON."""
+    try:
+        answer = msgspec.json.decode(body, type=_Answer)
+    except (ValueError, RecursionError):
+        return None
+    if answer.choices:
+        return answer.choices[0].finish_reason
+    reason = answer.stop_reason or answer.status
+    return "length" if reason in ("max_tokens", "incomplete") else reason
+
+
+# Reads the Retry-After header of a node.
+
+MAX_RETRY_AFTER_S: Final = 3600
+"""Longer times of nodes are cut to this."""
+
+
+def seconds_of(retry_after: bytes) -> int | None:
+    """Return the time in a Retry-After header, which is a number of seconds or a date; None if it is neither."""
+    if not retry_after or len(retry_after) > 40:
+        return None
+    if retry_after.isdigit():
+        return min(int(retry_after), MAX_RETRY_AFTER_S)
+    try:
+        left_s = parsedate_to_datetime(retry_after.decode("ascii")).timestamp() - time.time()
+    except (ValueError, OverflowError):
+        return None
+    return max(1, min(int(left_s), MAX_RETRY_AFTER_S))
+
+
+# Whether a node's 404 means that the engine lacks the path.
+#
+# Web frameworks answer 404 with a text of their own, such as `{"detail":"Not Found"}`, which OpenAI's clients cannot
+# read as an error. An engine that serves the path, and knows no such model or response, says so in an error of OpenAI's
+# form.
+
+MAX_JUDGED_BYTES: Final = 16_384
+"""A longer body is no framework's."""
+_SAYS_NOTHING: Final = ("", "not found", "file not found")
+"""Messages of frameworks that write their own 404 in OpenAI's form."""
+
+
+def lacks_path(head: ResponseHead, body: bytes) -> bool:
+    """Return whether a complete response with status 404 is not an error of the engine's API. `body`: as it arrived."""
+    if head.encoded:
+        return False
+    if head.length == CHUNKED:
+        pieces: list[bytes] = []
+        try:
+            ChunkReader().feed(body, pieces)
+        except BadChunk:
+            return False
+        body = b"".join(pieces)
+    try:
+        tree = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return True
+    if not isinstance(tree, dict):
+        return True
+    error = tree if tree.get("object") == "error" else tree.get("error")  # older engines put the fields at the top
+    message = error.get("message") if isinstance(error, dict) else error
+    return not isinstance(message, str) or message.strip(" .").lower() in _SAYS_NOTHING
+
+
+# Reads the beginning of a node's error response: what the router keeps of it, and what the engine's text is about.
+#
+# The request goes to another node at once. If the body has not arrived by then, the connection stays open for it, for
+# at most READ_S, and only so many of a node at a time.
 
 log = EventLog("warmroute.edge")
 

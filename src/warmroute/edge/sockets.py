@@ -1,4 +1,4 @@
-"""Listening sockets: TCP over IPv4 and IPv6, and unix sockets, with or without TLS."""
+"""Listening sockets, TLS, and plain sockets that the kernel module reads and writes."""
 
 from __future__ import annotations
 
@@ -11,14 +11,303 @@ import socket
 import ssl
 import stat
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeVar
 
+from warmroute._kernel import SocketPoller, SocketTransport
 from warmroute.config import ConfigError, Limits
-from warmroute.edge.listener import Listener as ClientListener
-from warmroute.edge.plain_sockets import PlainSockets, Server
-from warmroute.edge.tls_sockets import TLS_SHUTDOWN_S, TlsServer
+from warmroute.edge import errors
+from warmroute.edge.client_connection import Listener
+from warmroute.edge.client_connection import Listener as ClientListener
+from warmroute.edge.errors import render_final_error
+from warmroute.event_log import EventLog
+
+# Plain TCP and unix connections of one event loop, which the kernel reads and writes (`_kernel/socket_poller.c`).
+#
+# Connections with TLS are the event loop's own: it has the same methods for them.
+
+log = EventLog("warmroute.edge")
+
+ACCEPT_PAUSE_S: Final = 1.0
+"""How long a listening socket accepts nothing after this process had no file or memory for a connection."""
+T = TypeVar("T")
+
+
+class Server(Protocol):
+    """What the service needs of an asyncio.Server and of a PlainServer."""
+
+    @property
+    def sockets(self) -> Sequence[Any]: ...
+
+    def is_serving(self) -> bool: ...
+
+    def close(self) -> None: ...
+
+
+class PlainSockets:
+    def __init__(self) -> None:
+        self._poller: SocketPoller | None = None
+
+    def start(self) -> None:
+        """Serve sockets in the running event loop."""
+        loop = asyncio.get_running_loop()
+        self._poller = poller = SocketPoller(loop.call_soon)
+        loop.add_reader(poller.fileno(), poller.poll)
+
+    @property
+    def started(self) -> bool:
+        return self._poller is not None
+
+    def close(self) -> None:
+        """Close all connections. Their protocols are not called."""
+        poller, self._poller = self._poller, None
+        if poller is not None:
+            asyncio.get_running_loop().remove_reader(poller.fileno())
+            poller.close()
+
+    def open(self, connected: socket.socket, protocol: Any) -> SocketTransport:
+        """Serve a connected socket. Raises OSError; the socket is closed then."""
+        poller, fd = self._poller, connected.detach()
+        try:
+            if poller is None:
+                raise OSError("the router stops")
+            return poller.open(fd, protocol)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    async def connect(self, host: str, port: int, create_protocol: Callable[[], T]) -> T:
+        """Connect to the first address of a host that accepts. Return the connection's protocol. Raises OSError."""
+        loop = asyncio.get_running_loop()
+        failure: OSError | None = None
+        try:
+            for family, kind, proto, _name, address in await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+                connecting: socket.socket | None = None
+                try:
+                    connecting = socket.socket(family, kind, proto)  # fails for IPv6 on a machine without it
+                    connecting.setblocking(False)
+                    await loop.sock_connect(connecting, address)
+                    protocol = create_protocol()
+                    self.open(connecting, protocol)
+                    return protocol
+                except BaseException as error:
+                    if connecting is not None:
+                        connecting.close()
+                    if not isinstance(error, OSError):
+                        raise
+                    failure = failure or error
+            raise failure or OSError(f"{host} has no address")
+        finally:
+            failure = None  # its traceback leads back to this frame
+
+    def listen(
+        self, create_protocol: Callable[[], Any], sockets: Sequence[socket.socket], socket_file: str = ""
+    ) -> PlainServer:
+        """Accept the connections of listening sockets. `socket_file`: is removed when the server closes."""
+        assert self._poller is not None
+        return PlainServer(self._poller, create_protocol, sockets, socket_file)
+
+
+class PlainServer:
+    """Accepts connections until it is closed. Then it closes its sockets, too."""
+
+    def __init__(
+        self, poller: SocketPoller, create_protocol: Callable[[], Any], sockets: Sequence[socket.socket],
+        socket_file: str = "",
+    ) -> None:  # fmt: skip
+        self.sockets = tuple(sockets)
+        self._socket_file = socket_file
+        self._file_number = os.stat(socket_file).st_ino if socket_file else 0
+        for one in self.sockets:
+            one.setblocking(False)
+        self._listening = [poller.listen(one, create_protocol, self._failed) for one in self.sockets]
+        self._pause: asyncio.TimerHandle | None = None
+
+    def _failed(self, number: int) -> None:
+        """This process could not accept a connection. To try again at once would take all of its time."""
+        for one in self._listening:
+            one.pause()
+        if self._pause is None:
+            log.error(
+                "accept_failed",
+                f"The router accepts no connection for {ACCEPT_PAUSE_S:g} s; connected clients are served.",
+                reason=os.strerror(number),
+            )
+            self._pause = asyncio.get_running_loop().call_later(ACCEPT_PAUSE_S, self._resume)
+
+    def _resume(self) -> None:
+        self._pause = None
+        try:
+            for one in self._listening:
+                one.resume()
+        except OSError as error:
+            self._failed(error.errno or errno.ENOMEM)
+
+    def is_serving(self) -> bool:
+        return bool(self._listening)
+
+    def remove_file(self) -> None:
+        """Remove the socket's file: no further client finds it."""
+        with suppress(OSError):
+            if self._socket_file and os.stat(self._socket_file).st_ino == self._file_number:  # else it is another's
+                os.unlink(self._socket_file)
+
+    def close(self) -> None:
+        if self._pause is not None:
+            self._pause.cancel()
+        listening, self._listening = self._listening, []
+        for one in listening:
+            one.close()
+        self.remove_file()
+        for listening_socket in self.sockets:
+            with suppress(OSError):
+                listening_socket.close()
+
+
+# TLS connections of one event loop. The event loop speaks TLS; this module accepts the connections and looks at their
+# first byte, so that a client that speaks plain HTTP gets an answer instead of a closed connection.
+
+TLS_SHUTDOWN_S: Final = 1.0
+"""How long a closing TLS connection waits for the client's close_notify. Pooling clients never send it."""
+ACCEPTED_AT_ONCE: Final = 64
+PLAIN_LINGER_S: Final = 1.0
+"""How long a client that spoke HTTP may take to read its answer."""
+_DROPPED_AT_ONCE: Final = 65_536
+
+
+class TlsServer:
+    """Accepts connections until it is closed. Then it closes its sockets, too."""
+
+    def __init__(
+        self, listener: Listener, sockets: Sequence[socket.socket], tls: ssl.SSLContext, socket_file: str = ""
+    ) -> None:  # fmt: skip
+        """`socket_file`: is removed when the server closes."""
+        self._listener = listener
+        self.sockets = tuple(sockets)
+        self._tls = tls
+        self._socket_file = socket_file
+        self._file_number = os.stat(socket_file).st_ino if socket_file else 0
+        self._pause: asyncio.TimerHandle | None = None
+        self._serving = True
+        self._opening: set[asyncio.Task[None]] = set()
+        for one in self.sockets:
+            one.setblocking(False)
+        self._resume()
+
+    def _resume(self) -> None:
+        self._pause = None
+        for one in self.sockets:
+            asyncio.get_running_loop().add_reader(one, self._accept, one)
+
+    def _accept(self, listening: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        for _ in range(ACCEPTED_AT_ONCE):
+            try:
+                connection, _address = listening.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:  # for example too many open files: to try again at once would take all CPU time
+                for one in self.sockets:
+                    loop.remove_reader(one)
+                if self._pause is None:
+                    log.error(
+                        "accept_failed",
+                        f"The router accepts no connection for {ACCEPT_PAUSE_S:g} s; connected clients are served.",
+                        reason=error.strerror or str(error),
+                    )
+                    self._pause = loop.call_later(ACCEPT_PAUSE_S, self._resume)
+                return
+            task = loop.create_task(open_tls(self._listener, connection, self._tls))
+            self._opening.add(task)
+            task.add_done_callback(self._opening.discard)
+
+    def is_serving(self) -> bool:
+        return self._serving
+
+    def remove_file(self) -> None:
+        """Remove the socket's file: no further client finds it."""
+        with suppress(OSError):
+            if self._socket_file and os.stat(self._socket_file).st_ino == self._file_number:  # else it is another's
+                os.unlink(self._socket_file)
+
+    def close(self) -> None:
+        if not self._serving:
+            return
+        self._serving = False
+        if self._pause is not None:
+            self._pause.cancel()
+        for one in self.sockets:
+            asyncio.get_running_loop().remove_reader(one)
+        self.remove_file()
+        for one in self.sockets:
+            with suppress(OSError):
+                one.close()
+
+
+async def open_tls(listener: Listener, connection: socket.socket, tls: ssl.SSLContext) -> None:
+    """Serve an accepted connection with TLS. A client that speaks HTTP gets an error in HTTP."""
+    loop = asyncio.get_running_loop()
+    timeout_s = listener.limits.header_timeout_s
+    listener.handshakes += 1
+    try:
+        connection.setblocking(False)
+        if connection.family != socket.AF_UNIX:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        async with asyncio.timeout(timeout_s):
+            first = await _first_byte(connection)
+        if not first:
+            connection.close()
+        elif first.isalpha():  # the beginning of a method; a TLS record begins with a control character
+            await _answer_http(listener, connection)
+        else:
+            await loop.connect_accepted_socket(
+                listener.protocol, connection, ssl=tls, ssl_handshake_timeout=timeout_s,
+                ssl_shutdown_timeout=TLS_SHUTDOWN_S,
+            )  # fmt: skip
+    except (OSError, asyncio.CancelledError):  # the client left, sent nothing, or its TLS handshake failed
+        connection.close()
+    finally:
+        listener.handshakes -= 1
+
+
+async def _first_byte(connection: socket.socket) -> bytes:
+    """Return the first byte, which stays unread; empty if the client has closed the connection. Raises OSError."""
+    try:
+        return connection.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        pass
+    loop = asyncio.get_running_loop()
+    readable = loop.create_future()
+    loop.add_reader(connection, _set, readable)
+    try:
+        await readable
+    finally:
+        loop.remove_reader(connection)
+    return connection.recv(1, socket.MSG_PEEK)
+
+
+def _set(readable: asyncio.Future[None]) -> None:
+    if not readable.done():
+        readable.set_result(None)
+
+
+async def _answer_http(listener: Listener, connection: socket.socket) -> None:
+    """Answer, and read what the client still sends: closed with unread data, its kernel would drop the answer."""
+    error, request_id = errors.http_on_tls_port(), listener.handler.new_request_id()
+    peer = connection.getpeername()
+    listener.handler.error_sent(error, request_id, peer[0].encode() if isinstance(peer, tuple) else b"", b"")
+    loop = asyncio.get_running_loop()
+    with suppress(OSError, TimeoutError):
+        async with asyncio.timeout(PLAIN_LINGER_S):
+            await loop.sock_sendall(connection, render_final_error(error, request_id, False))
+            connection.shutdown(socket.SHUT_WR)
+            while await loop.sock_recv(connection, _DROPPED_AT_ONCE):
+                pass
+    connection.close()
+
+
+# Listening sockets: TCP over IPv4 and IPv6, and unix sockets, with or without TLS.
 
 BACKLOG: Final = 4096
 """Connections that the kernel holds until the router accepts them."""
@@ -32,7 +321,7 @@ _NO_SYN: Final = ((0x30, 0, 0, 13), (0x45, 0, 1, 0x02), (0x06, 0, 0, 0), (0x06, 
 """A socket filter: load the TCP flags; if SYN is set, drop the packet, else take all of it."""
 
 
-class Listener(Protocol):
+class ListeningSocket(Protocol):
     limits: Limits
 
     def protocol(self) -> asyncio.Protocol:
@@ -52,7 +341,11 @@ def server_tls(cert: str, key: str) -> ssl.SSLContext | None:
 
 
 async def listen_tcp(
-    listener: Listener, host: str, port: int, tls: ssl.SSLContext | None = None, plain: PlainSockets | None = None
+    listener: ListeningSocket,
+    host: str,
+    port: int,
+    tls: ssl.SSLContext | None = None,
+    plain: PlainSockets | None = None,
 ) -> Server:
     """`plain` serves connections without TLS; None: the event loop does. Raises ConfigError if the address is
     unusable."""
@@ -71,7 +364,10 @@ async def listen_tcp(
 
 
 async def listen_inherited(
-    listener: Listener, inherited: socket.socket, tls: ssl.SSLContext | None = None, plain: PlainSockets | None = None
+    listener: ListeningSocket,
+    inherited: socket.socket,
+    tls: ssl.SSLContext | None = None,
+    plain: PlainSockets | None = None,
 ) -> Server:
     """Accept connections of a socket that another process listens on, too: systemd."""
     inherited.setblocking(False)
@@ -114,7 +410,7 @@ def _dual_stack(port: int) -> socket.socket:
     )
 
 
-def _options(listener: Listener, tls: ssl.SSLContext | None) -> dict[str, Any]:
+def _options(listener: ListeningSocket, tls: ssl.SSLContext | None) -> dict[str, Any]:
     options: dict[str, Any] = {"ssl": tls, "backlog": BACKLOG}
     if tls is not None:
         timeout_s = listener.limits.header_timeout_s
@@ -161,7 +457,7 @@ def _advice(error: OSError, host: str) -> str:
 
 
 async def listen_unix(
-    listener: Listener, path: str, tls: ssl.SSLContext | None = None, plain: PlainSockets | None = None
+    listener: ListeningSocket, path: str, tls: ssl.SSLContext | None = None, plain: PlainSockets | None = None
 ) -> Server:
     """Replaces a socket file that no process listens on any more. Raises ConfigError if the path is unusable."""
     if plain is not None and tls is None:

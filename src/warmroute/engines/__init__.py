@@ -1,11 +1,56 @@
-"""Parses a node's /v1/models: the base model whose blocks its cache holds, its aliases and its adapters. No I/O."""
+"""Which engine a node runs, and the file of that engine."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
-from warmroute.fleet.reported_values import MAX_MODELS, MAX_NAME_LENGTH, ReportedValues, decode_json
+from warmroute.core.messages import KvTransfer
+from warmroute.core.node import LoadReport, Node
+from warmroute.core.reported_values import MAX_MODELS, MAX_NAME_LENGTH, ReportedValues, decode_json
+from warmroute.engines import sglang, trtllm, vllm
+from warmroute.engines.sglang import SglangKvTransfer
+from warmroute.engines.trtllm import TrtllmKvTransfer
+from warmroute.engines.vllm import VllmKvTransfer
+
+# Detects which engine a node runs, and finds the parser of its metrics page.
+
+_ENGINES = {"vllm": vllm, "sglang": sglang, "trtllm": trtllm}
+
+
+def metrics_paths(engine: str) -> tuple[str, ...]:
+    """Return where an engine may have its metrics page, the likeliest path first."""
+    if engine == "trtllm":
+        return trtllm.PROMETHEUS_PATH, "/metrics"
+    return ("/metrics", trtllm.PROMETHEUS_PATH) if engine == "auto" else ("/metrics",)
+
+
+def detect_engine(page: bytes) -> str | None:
+    """Return the engine that wrote a metrics page."""
+    found = (name for name, engine in _ENGINES.items() if any(marker in page for marker in engine.MARKERS))
+    return next(found, None)
+
+
+def engine_of_cards(cards: Sequence[Mapping[str, object]]) -> str | None:
+    """Return the engine that wrote a list of models, if the list names TensorRT-LLM: its metrics page may be empty."""
+    return "trtllm" if any(card.get("owned_by") == trtllm.OWNER for card in cards) else None
+
+
+def parse_load(engine: str, page: bytes) -> LoadReport | None:
+    """Return what a metrics page reports; None if the router cannot read the pages of this engine."""
+    return _ENGINES[engine].parse_load(page) if engine in _ENGINES else None
+
+
+# The KV transfer protocols by engine.
+
+KV_TRANSFERS: Final[dict[str, KvTransfer]] = {
+    "vllm": VllmKvTransfer(),
+    "sglang": SglangKvTransfer(),
+    "trtllm": TrtllmKvTransfer(),
+}
+
+
+# Parses a node's /v1/models: the base model whose blocks its cache holds, its aliases and its adapters. No I/O.
 
 
 class ServedModels(NamedTuple):
@@ -53,3 +98,14 @@ def parse_model_cards(cards: Sequence[dict[str, Any]]) -> ServedModels | None:
     aliases = tuple(card["id"] for card in bases[1:] if root and card.get("root") == root)
     adapters = tuple(card["id"] for card in cards if card.get("parent"))
     return ServedModels(base["id"], aliases, adapters)
+
+
+# The HTTP calls that this room makes to nodes. The service provides them.
+
+Get = Callable[[Node, str, float], Awaitable[tuple[int, bytes]]]
+"""GET a path of a node within a timeout in seconds. Return status and body. Raises TimeoutError for a slow response,
+ConnectionRefusedError if nothing listens, ConnectionError for a broken response, and another OSError if this machine
+lacks a resource."""
+
+Post = Callable[[Node, str, bytes, float], Awaitable[tuple[int, bytes]]]
+"""POST a JSON body (`Content-Type: application/json`) to a path of a node. Otherwise like Get."""

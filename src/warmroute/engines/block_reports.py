@@ -19,11 +19,10 @@ from weakref import WeakKeyDictionary
 import msgspec
 from msgspec import Meta
 
+from warmroute.core.cache_view import CacheView
+from warmroute.core.node_cache import EngineHash, NodeCache, Tier
 from warmroute.edge.async_handler import decode_body
 from warmroute.edge.errors import HttpError
-from warmroute.index.cache_view import CacheView
-from warmroute.index.node_cache import EngineHash, NodeCache
-from warmroute.index.tiers import Tier
 
 MAX_BYTES: Final = 1_048_576
 """Parsing JSON blocks the event loop: larger caches are reported as a snapshot and further reports."""

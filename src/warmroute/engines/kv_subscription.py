@@ -1,35 +1,380 @@
-"""Receives one node's KV events. Finds out where the node publishes them, and subscribes to every rank over ZMQ; polls
-TensorRT-LLM.
-
-The client repeats discovery at growing intervals while the node publishes nothing, now and then while it publishes, and
-at once when the node comes back or restarts.
-"""
+"""Where a node publishes its KV events, and one subscription for each rank."""
 
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from random import Random
-from typing import Final
+from typing import Any, Final, NamedTuple
+from urllib.parse import urlsplit
 
 import msgspec
 
-from warmroute.engines import kv_endpoints, trtllm
-from warmroute.engines.byte_budget import ByteBudget
-from warmroute.engines.kv_endpoints import KvEndpoint
-from warmroute.engines.kv_events import BadPayload, decode_batch, sent_time_s
-from warmroute.engines.kv_rank import NodeKvEvents, RankEvents
-from warmroute.engines.kv_zmq import SLICE_S, KvSubscription, SliceScheduler
-from warmroute.engines.node_http import Get, Post
+from warmroute.config import is_loopback
+from warmroute.core.health import HealthState
+from warmroute.core.node import Node
+from warmroute.core.node_cache import NodeCache
+from warmroute.core.reported_values import MAX_RANKS, MAX_SEQUENCE_NUMBER, ReportedValues, decode_json
+from warmroute.engines import Get, Post, trtllm, zmtp
+from warmroute.engines.kv_events import BadPayload, ByteBudget, NodeKvEvents, RankEvents, decode_batch, sent_time_s
+from warmroute.engines.zmtp import DEALER, SUB, ZmtpConnection
 from warmroute.event_log import EventLog
-from warmroute.fleet.health import HealthState
-from warmroute.fleet.node import Node
-from warmroute.fleet.reported_values import ReportedValues
-from warmroute.index.node_cache import NodeCache
+
+# Parses where a node publishes its KV events, from its engine's HTTP responses or the configuration. No I/O.
+
+_HOST: Final = re.compile(r"(?:[A-Za-z0-9._-]{1,253}|[0-9A-Fa-f:.]{2,45}(?:%[A-Za-z0-9._-]{1,32})?)\Z")
+"""A name, an IPv4 address, or an IPv6 address without brackets."""
+_ANY_ADDRESS: Final = frozenset({"", "*", "0.0.0.0", "::"})
+
+
+class KvEndpoint(NamedTuple):
+    """The ZMQ endpoints of one data-parallel rank."""
+
+    rank: int
+    endpoint: str
+    replay: str
+    """Empty if the engine replays nothing."""
+
+
+class ServerInfo(NamedTuple):
+    endpoints: list[KvEndpoint]
+    block_size: int
+    capacity_tokens: int
+
+
+def reachable_endpoint(endpoint: Any, host: str, offset: int = 0) -> str:
+    """Return an engine's endpoint as this router reaches it; empty if it cannot. Replace `*`, or an address that means
+    the engine's own machine, by the node's host."""
+    if not isinstance(endpoint, str) or not endpoint.startswith("tcp://"):
+        return ""
+    name, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    name = name.strip("[]")
+    if not port.isdecimal() or len(port) > 5 or not 0 < int(port) + offset < 65536:
+        return ""
+    if name in _ANY_ADDRESS or is_loopback(name):
+        name = host
+    if not _HOST.match(name):
+        return ""
+    return f"tcp://{f'[{name}]' if ':' in name else name}:{int(port) + offset}"
+
+
+def configured_endpoints(events: str, replay: str, host: str) -> list[KvEndpoint]:
+    endpoint = reachable_endpoint(events, host)
+    return [KvEndpoint(0, endpoint, reachable_endpoint(replay, host))] if endpoint else []
+
+
+def parse_event_sources(body: bytes, host: str, reported: ReportedValues) -> list[KvEndpoint]:
+    """Parse vLLM's /kv_event_sources: a map from rank to publisher settings, or a list of settings with their ranks.
+    Raises ValueError."""
+    sources = decode_json(body)
+    if isinstance(sources, dict):
+        entries = list(sources.items())
+    elif isinstance(sources, list):
+        entries = [(entry.get("data_parallel_rank", 0), entry) for entry in sources if isinstance(entry, dict)]
+    else:
+        raise ValueError("not a list of sources")
+    found: dict[int, KvEndpoint] = {}
+    for name, entry in entries[:MAX_RANKS]:
+        if not isinstance(entry, dict) or entry.get("publisher", "zmq") != "zmq":
+            continue
+        is_text = isinstance(name, str) and name.isdecimal() and len(name) < 9
+        rank = reported.whole("rank", int(name) if is_text else name)
+        endpoint = reachable_endpoint(entry.get("endpoint"), host)
+        if endpoint and rank is not None:
+            found[rank] = KvEndpoint(rank, endpoint, reachable_endpoint(entry.get("replay_endpoint"), host))
+    return list(found.values())
+
+
+def parse_server_info(body: bytes, host: str, reported: ReportedValues) -> ServerInfo:
+    """Parse SGLang's /server_info. `kv_events` has a base port, to which each rank adds its number, or an endpoint for
+    each rank. The replay endpoint is in the flag that the engine was started with. Raises ValueError."""
+    info = decode_json(body)
+    if not isinstance(info, dict):
+        raise ValueError("not an object")
+    whole = reported.whole
+    block_size = whole("block_size", info.get("page_size")) or 0
+    capacity = whole("capacity_tokens", info.get("max_total_num_tokens")) or 0
+    events = info.get("kv_events")
+    if not isinstance(events, dict) or events.get("publisher", "zmq") != "zmq":
+        return ServerInfo([], block_size, capacity)
+    ranks = whole("ranks", events.get("dp_size")) or 1
+    base = f"tcp://{events.get('endpoint_host') or '*'}:{whole('port', events.get('endpoint_port_base')) or 0}"
+    by_rank = {rank: reachable_endpoint(base, host, rank) for rank in range(ranks)}
+    publishers = events.get("publishers")
+    for entry in publishers[:MAX_RANKS] if isinstance(publishers, list) else ():
+        if isinstance(entry, dict) and (rank := whole("rank", entry.get("dp_rank"))) is not None:
+            by_rank[rank] = reachable_endpoint(entry.get("endpoint"), host)
+    replay = _replay_in_flag(info.get("kv_events_config"))
+    endpoints = [
+        KvEndpoint(rank, endpoint, reachable_endpoint(replay, urlsplit(endpoint).hostname or host, rank))
+        for rank, endpoint in by_rank.items()
+        if endpoint
+    ]
+    return ServerInfo(endpoints, whole("block_size", events.get("block_size")) or block_size, capacity)
+
+
+def _replay_in_flag(flag: Any) -> Any:
+    try:
+        return decode_json(flag.encode()).get("replay_endpoint") if isinstance(flag, str) else None
+    except (ValueError, AttributeError):
+        return None
+
+
+# One rank's KV events over ZMQ: a subscription to its live messages, and replay requests for missing ones.
+#
+# All subscriptions together get a slice of a few milliseconds in each iteration of the event loop. kv_events.py decides
+# what the message numbers mean. zmtp.py limits the size of a message, kv_events.py the memory of all.
 
 log = EventLog("warmroute.engines")
+
+SLICE_S: Final = 0.002
+"""Time for messages in one iteration of the event loop."""
+MAX_SHARE: Final = 0.2
+"""Share of the event loop's time for messages that take longer than a slice."""
+REPLAY_TIMEOUT_S: Final = 2.0
+"""How long to wait for the first message of a replay."""
+REPLAY_PAUSE_S: Final = 0.2
+"""How long to wait for each further message: an engine that replays more than its socket holds drops the end."""
+REPLAY_MAX_S: Final = 60.0
+"""How long a replay may take altogether."""
+SUBSCRIBED_S: Final = 1.0
+"""Time after which a subscription has reached the engine. Then the router requests what was sent before."""
+MAX_REPLAYS: Final = 60
+"""Replays that may follow each other at once. One more is allowed each second: an engine whose numbers jump back and
+forth must not keep the router busy."""
+_END_OF_REPLAY: Final = b"\xff" * 8
+_SUBSCRIBE_TO_ALL: Final = zmtp.encode(b"\x01")
+
+Task = Callable[[float], bool]
+"""Work until a moment of `time.monotonic`. Return whether work is left."""
+
+
+class SliceScheduler:
+    """Runs tasks in turn, in one slice of time in each iteration of the event loop.
+
+    A message is applied as a whole. After one that took longer than a slice, the tasks pause, so that messages take at
+    most MAX_SHARE of the time."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._ready: dict[Task, None] = {}
+        self._scheduled = False
+
+    def add(self, task: Task) -> None:
+        self._ready[task] = None
+        self._schedule()
+
+    def _schedule(self, pause_s: float = 0.0) -> None:
+        if self._ready and not self._scheduled:
+            self._scheduled = True
+            if pause_s > 0.0:
+                self._loop.call_later(pause_s, self._run_slice)
+            else:
+                self._loop.call_soon(self._run_slice)
+
+    def _run_slice(self) -> None:
+        self._scheduled = False
+        started_s = time.monotonic()
+        until_s = started_s + SLICE_S
+        for _ in range(len(self._ready)):
+            task = next(iter(self._ready))
+            del self._ready[task]
+            try:
+                if task(until_s):
+                    self._ready[task] = None
+            except Exception:
+                log.exception("kv_events_failed", "The router skips these KV events.")
+            if time.monotonic() >= until_s:
+                break
+        took_s = time.monotonic() - started_s
+        self._schedule(took_s * (1.0 / MAX_SHARE - 1.0) if took_s > 4 * SLICE_S else 0.0)
+
+
+class KvSubscription:
+    """Delivers one rank's messages, live and replayed, to its RankEvents."""
+
+    def __init__(
+        self,
+        events: RankEvents[bytes],
+        endpoint: str,
+        replay_endpoint: str,
+        scheduler: SliceScheduler | None = None,
+        reported: ReportedValues | None = None,
+        budget: ByteBudget | None = None,
+    ) -> None:
+        self._events = events
+        self._sequence = events.sequence
+        self.endpoints = (endpoint, replay_endpoint)
+        self._replay_endpoint = replay_endpoint
+        self._scheduler = scheduler or SliceScheduler()
+        self._reported = reported or ReportedValues(str(events.log_fields["node"]))
+        self._budget = budget or ByteBudget()
+        self._loop = asyncio.get_running_loop()
+        self._replay: ZmtpConnection | None = None
+        self._replay_timer: asyncio.TimerHandle | None = None
+        self._catch_up_timer: asyncio.TimerHandle | None = None
+        self._replay_started_s = self._replay_received_s = 0.0
+        self._replay_wait_s = REPLAY_TIMEOUT_S
+        self._replays_left = float(MAX_REPLAYS)
+        self._replays_counted_s = time.monotonic()
+        self._closed = False
+        self._live = self._connect(SUB, endpoint, _SUBSCRIBE_TO_ALL, self._catch_up_soon)
+        self.read_from_start()
+
+    def _connect(
+        self, socket_type: bytes, endpoint: str, message: bytes, on_ready: Callable[[], object]
+    ) -> ZmtpConnection:
+        parts = urlsplit(endpoint)
+
+        def on_error(reason: str) -> None:
+            self._reported.ignore("kv_events", endpoint, reason)
+
+        return ZmtpConnection(
+            parts.hostname or "", parts.port or 0, socket_type, message, self._budget, self._wake, on_ready, on_error
+        )
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._live.close()
+        self._close_replay()
+        if self._catch_up_timer is not None:
+            self._catch_up_timer.cancel()
+
+    def read_from_start(self) -> None:
+        """Request all messages of the engine's process, now and once the subscription has reached the engine."""
+        self._close_replay()
+        if self._replay_endpoint:
+            self._request_replay(0)
+            self._catch_up_soon()
+
+    def _catch_up_soon(self) -> None:
+        if self._catch_up_timer is not None:
+            self._catch_up_timer.cancel()
+        self._catch_up_timer = self._loop.call_later(SUBSCRIBED_S, self.catch_up)
+
+    def catch_up(self) -> None:
+        """Request the messages that the engine has sent since the last one, in case they did not arrive."""
+        if not self._closed and self._replay_endpoint and not self._sequence.replaying:
+            self._request_replay(self._sequence.next_number)
+
+    # Reading.
+
+    def _wake(self) -> None:
+        self._scheduler.add(self._read)
+
+    def _read(self, until_s: float) -> bool:
+        if self._closed:
+            return False
+        more = self._receive(self._live, self._on_live_message, until_s)
+        if self._replay is not None:
+            more = self._receive(self._replay, self._on_replayed_message, until_s) or more
+        while (start := self._sequence.missing_from) is not None:
+            if self._replay_endpoint and self._may_request_replay():
+                self._request_replay(start)
+            else:
+                self._sequence.skip_missing()
+        return self._events.work(until_s) or more
+
+    def _receive(self, source: ZmtpConnection, deliver: Callable[[list[bytes]], None], until_s: float) -> bool:
+        """Deliver and apply received messages. Return whether there may be more."""
+        while not self._events.work(until_s) and time.monotonic() < until_s:
+            frames = source.receive()
+            if frames is None:
+                return False
+            try:
+                deliver(frames)
+            except Exception:
+                log.exception("kv_events_failed", "The router skips this message.", **self._events.log_fields)
+            if source.closed:
+                return False
+        return True
+
+    def _on_live_message(self, frames: list[bytes]) -> None:
+        if len(frames) == 3 and (number := self._number(frames[1])) is not None:
+            self._events.receive(number, frames[2])
+
+    def _number(self, frame: bytes) -> int | None:
+        """Return a message's number; None if it is impossible."""
+        number = int.from_bytes(frame, "big")
+        if len(frame) == 8 and number <= MAX_SEQUENCE_NUMBER:
+            return number
+        self._reported.ignore("sequence_number", frame[:8].hex(), "not 8 bytes, or too large")
+        return None
+
+    # Replay.
+
+    def _may_request_replay(self) -> bool:
+        now_s = time.monotonic()
+        self._replays_left = min(MAX_REPLAYS, self._replays_left + now_s - self._replays_counted_s)
+        self._replays_counted_s = now_s
+        if self._replays_left < 1.0:
+            self._reported.ignore("kv_replay", MAX_REPLAYS, "its messages have too many gaps")
+            return False
+        self._replays_left -= 1.0
+        return True
+
+    def _request_replay(self, start: int) -> None:
+        self._close_replay()
+        self._sequence.start_replay()
+        request = zmtp.encode(b"", start.to_bytes(8, "big"))
+        self._replay = self._connect(DEALER, self._replay_endpoint, request, lambda: None)
+        self._replay_started_s = self._replay_received_s = time.monotonic()
+        self._replay_wait_s = REPLAY_TIMEOUT_S
+        self._replay_timer = self._loop.call_later(REPLAY_PAUSE_S, self._check_replay)
+
+    def _on_replayed_message(self, frames: list[bytes]) -> None:
+        """Frames: ["", topic, number, payload]; vLLM before 0.24 sends no topic."""
+        self._replay_received_s = time.monotonic()
+        self._replay_wait_s = REPLAY_PAUSE_S
+        if len(frames) < 3:
+            return
+        if frames[-2] == _END_OF_REPLAY:
+            self._close_replay()
+            self._sequence.end_replay(finished=True)
+            self._wake()
+        elif (number := self._number(frames[-2])) is not None:
+            self._sequence.receive_replayed(number, frames[-1])
+
+    def _check_replay(self) -> None:
+        now_s = time.monotonic()
+        left_s = self._replay_received_s + self._replay_wait_s - now_s
+        if left_s > 0 and now_s - self._replay_started_s < REPLAY_MAX_S:
+            self._replay_timer = self._loop.call_later(min(left_s, REPLAY_PAUSE_S), self._check_replay)
+            return
+        if self._replay_wait_s == REPLAY_TIMEOUT_S:
+            self._warn_of_replay(f"no answer within {REPLAY_TIMEOUT_S:g} s")
+        self._give_up_replay()
+
+    def _warn_of_replay(self, reason: str) -> None:
+        log.warning(
+            "kv_replay_failed", "The router knows only the blocks of KV events that it received live.",
+            **self._events.log_fields, endpoint=self._replay_endpoint, reason=reason,
+        )  # fmt: skip
+
+    def _give_up_replay(self) -> None:
+        self._close_replay()
+        self._sequence.end_replay()
+        self._wake()
+
+    def _close_replay(self) -> None:
+        if self._replay_timer is not None:
+            self._replay_timer.cancel()
+            self._replay_timer = None
+        if self._replay is not None:
+            self._replay.close()
+            self._replay = None
+
+
+# Receives one node's KV events. Finds out where the node publishes them, and subscribes to every rank over ZMQ; polls
+# TensorRT-LLM.
+#
+# The client repeats discovery at growing intervals while the node publishes nothing, now and then while it publishes,
+# and at once when the node comes back or restarts.
 
 FIRST_RETRY_S: Final = 0.5
 LAST_RETRY_S: Final = 60.0
@@ -140,7 +485,7 @@ class KvEventClient:
         elif setting == "auto":
             found = await self._ask_endpoints()
         else:
-            found = kv_endpoints.configured_endpoints(setting, node.config.kv_replay, node.host)
+            found = configured_endpoints(setting, node.config.kv_replay, node.host)
         if found is None:
             return False
         self._subscribe(found)
@@ -152,18 +497,18 @@ class KvEventClient:
         node = self._node
         try:
             status, body = await self._get(node, "/kv_event_sources", TIMEOUT_S)
-            endpoints = kv_endpoints.parse_event_sources(body, node.host, node.reported) if status == 200 else []
+            endpoints = parse_event_sources(body, node.host, node.reported) if status == 200 else []
             if not endpoints and node.engine != "vllm":
                 status, body = await self._get(node, "/server_info", TIMEOUT_S)
                 if status == 200:
-                    info = kv_endpoints.parse_server_info(body, node.host, node.reported)
+                    info = parse_server_info(body, node.host, node.reported)
                     endpoints, self._page_size = info.endpoints, info.block_size
                     self.cache.set_size(info.block_size, info.capacity_tokens)
         except (OSError, ValueError):
             return None
         replay = node.config.kv_replay
         return [
-            one if one.replay else one._replace(replay=kv_endpoints.reachable_endpoint(replay, node.host, one.rank))
+            one if one.replay else one._replace(replay=reachable_endpoint(replay, node.host, one.rank))
             for one in endpoints
         ]
 

@@ -9,19 +9,26 @@ from random import Random
 from typing import Any
 
 from warmroute.config import Config
-from warmroute.config.kv_store_settings import kv_store_of
-from warmroute.engines.engine_detection import detect_engine, engine_of_cards, metrics_paths, parse_load
-from warmroute.engines.kv_client import KvEventClient
-from warmroute.engines.kv_zmq import SliceScheduler
-from warmroute.engines.node_http import Get, Post
-from warmroute.engines.node_updates import apply_health_pass, apply_load_report
-from warmroute.engines.served_models import ServedModels, parse_model_cards, read_cards
+from warmroute.config.nodes import kv_store_of
+from warmroute.core.cache_view import CacheView
+from warmroute.core.fleet import Fleet
+from warmroute.core.health import HealthState
+from warmroute.core.node import Node
+from warmroute.core.node_reports import apply_health_pass, apply_load_report
+from warmroute.engines import (
+    Get,
+    Post,
+    ServedModels,
+    detect_engine,
+    engine_of_cards,
+    metrics_paths,
+    parse_load,
+    parse_model_cards,
+    read_cards,
+)
+from warmroute.engines.kv_subscription import KvEventClient, SliceScheduler
 from warmroute.engines.vllm import KV_CONNECTOR_METRICS
 from warmroute.event_log import EventLog
-from warmroute.fleet.fleet import Fleet
-from warmroute.fleet.health import HealthState
-from warmroute.fleet.node import Node
-from warmroute.index.cache_view import CacheView
 
 log = EventLog("warmroute.engines")
 

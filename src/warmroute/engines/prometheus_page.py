@@ -12,10 +12,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Final
 
-import msgspec
-
-from warmroute.fleet.engine_rates import EngineCounters
-from warmroute.fleet.reported_values import MAX_NAME_LENGTH
+from warmroute.core.reported_values import MAX_NAME_LENGTH
 
 _VALUE: Final = re.compile(
     rb"(?:\{.*\})?[ \t]+([-+]?(?:[0-9]{1,400}(?:\.[0-9]{0,400})?|\.[0-9]{1,400})(?:[eE][-+]?[0-9]{1,9})?)"
@@ -32,24 +29,6 @@ _LABEL: Final = re.compile(rb'(?<!\w)(\w{1,64})="([^"\\]*)"')
 """A label. Without the look-behind, the search would try a long word again from each of its characters."""
 
 Labels = dict[bytes, bytes]
-
-
-class LoadReport(msgspec.Struct, frozen=True):
-    running: int
-    waiting: int
-    kv_usage: float
-    """Share of KV blocks that running requests use, 0 to 1."""
-    incarnation: float
-    """Start time of the engine's process; 0 if the engine does not report it."""
-    block_size: int = 0
-    """Tokens in a block of its cache; 0 if the engine does not report it."""
-    capacity_tokens: int = 0
-    """Tokens that the caches of all ranks hold; 0 if the engine does not report it."""
-    adapters: tuple[str, ...] = ()
-    """LoRA adapters of running requests."""
-    adapter_slots: int = 0
-    """Adapters that it keeps loaded; 0 if the engine does not report it."""
-    counters: EngineCounters = EngineCounters()
 
 
 def _labelled_samples(page: bytes, name: bytes) -> Iterator[tuple[bytes, Labels]]:

@@ -1,9 +1,15 @@
-"""Reads SGLang's metrics page."""
+"""SGLang: its metrics and its KV transfer."""
 
 from __future__ import annotations
 
-from warmroute.engines.load_report import LoadReport, counter, labels, less, mean, samples, total, whole_number
-from warmroute.fleet.engine_rates import EngineCounters
+from collections.abc import Container, Mapping
+
+import msgspec
+
+from warmroute.core.node import EngineCounters, LoadReport, Node
+from warmroute.engines.prometheus_page import counter, labels, less, mean, samples, total, whole_number
+
+# Reads SGLang's metrics page.
 
 MARKERS = (b"sglang:num_running_reqs",)
 
@@ -46,3 +52,32 @@ def _page_size(page: bytes) -> int:
     for config in labels(page, b"sglang:cache_config_info"):
         return whole_number(config.get(b"page_size")) or whole_number(config.get(b"block_size"))
     return 0
+
+
+# SGLang's KV transfer: both requests name the prefill node's bootstrap server and a room, and are sent at once.
+#
+# The two engines meet in the room: the prefill engine pushes the KV cache, and the decode engine begins to answer. A
+# decode engine (`--disaggregation-mode decode`) cannot prefill: it waits until the prefill engine has sent its KV
+# cache.
+
+
+class SglangKvTransfer:
+    def prefill_fields(self, fields: Container[str], prefill_node: Node, room: int) -> Mapping[str, bytes]:
+        return self._fields(prefill_node, room)
+
+    def decode_fields(
+        self, fields: Container[str], prefill_node: Node, room: int, transfer: bytes | None
+    ) -> Mapping[str, bytes]:
+        return self._fields(prefill_node, room)
+
+    def read_transfer(self, response: bytes) -> bytes | None:
+        return b"{}"
+
+    @staticmethod
+    def _fields(prefill_node: Node, room: int) -> Mapping[str, bytes]:
+        host = prefill_node.host
+        return {
+            "bootstrap_host": msgspec.json.encode(f"[{host}]" if ":" in host else host),
+            "bootstrap_port": b"%d" % prefill_node.config.bootstrap_port,
+            "bootstrap_room": b"%d" % room,
+        }

@@ -1,21 +1,27 @@
-"""TensorRT-LLM's KV events: JSON that POST /kv_cache_events returns once, to one consumer. They are converted to the
-event types of kv_events.py. No I/O.
-
-A stored block may hold fewer tokens than the block size (the end of a prompt). No other prompt shares it as a whole, so
-it is skipped. Models with several attention windows report each block once for each window; only the widest counts.
-"""
+"""TensorRT-LLM: its metrics, its KV events, which the router polls, and its KV transfer."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Annotated, Any, Final
 
 import msgspec
 from msgspec import Meta
 
+from warmroute._kernel import MAX_BLOCK_TOKENS
+from warmroute.core.messages import MAX_PARAMETERS_BYTES
+from warmroute.core.node import EngineCounters, LoadReport, Node
+from warmroute.core.node_cache import EngineHash
+from warmroute.core.reported_values import MAX_RANKS, MAX_SEQUENCE_NUMBER, decode_json
 from warmroute.engines.kv_events import BadPayload, BlockRemoved, BlockStored, Event
-from warmroute.fleet.reported_values import MAX_BLOCK_TOKENS, MAX_RANKS, MAX_SEQUENCE_NUMBER
-from warmroute.index.node_cache import EngineHash
+from warmroute.engines.prometheus_page import counter, less, mean, total
+
+# TensorRT-LLM's KV events: JSON that POST /kv_cache_events returns once, to one consumer. They are converted to the
+# event types of kv_events.py. No I/O.
+#
+# A stored block may hold fewer tokens than the block size (the end of a prompt). No other prompt shares it as a whole,
+# so it is skipped. Models with several attention windows report each block once for each window; only the widest
+# counts.
 
 PATH: Final = "/kv_cache_events"
 COMMON_BLOCK_SIZES: Final = (32, 64, 128)
@@ -172,3 +178,138 @@ def _hash(name: WireHash) -> EngineHash:
 
 def _medium(level: int) -> str:
     return _MEDIA[min(max(level, 0), 1)]
+
+
+# TensorRT-LLM's KV transfer, as its documentation and its own disaggregated server describe it.
+#
+#     context request       the client's, not streamed, with disaggregated_params {request_type: context_only}
+#     its response          choices[0].disaggregated_params: the request's id, its first token, an opaque state
+#     generation request    the client's, with these disaggregated_params and request_type generation_only, and the
+#                           prompt's token ids from the response
+#
+# The first token is the context engine's. A context engine that finishes the answer with it (a stop token) says so in
+# its finish_reason; then there is nothing to transfer, and the generation engine gets the client's request as it is.
+
+_CONTEXT_ONLY: Final = b'{"request_type":"context_only"}'
+MAX_IDS_BYTES: Final = 8 << 20
+"""Token ids of a million tokens. Longer ones are ignored: the router parses them while nothing else runs."""
+_NULL: Final = msgspec.Raw(b"null")
+_UNFINISHED: Final = ("length", "not_finished", None)
+
+
+class _Choice(msgspec.Struct):
+    disaggregated_params: dict[str, Any] | None = None
+    finish_reason: str | None = None
+
+
+class _Response(msgspec.Struct):
+    choices: list[_Choice] = []
+    prompt_token_ids: msgspec.Raw = _NULL
+
+
+class _Transfer(msgspec.Struct):
+    disaggregated_params: msgspec.Raw
+    prompt_token_ids: msgspec.Raw = _NULL
+
+
+class TrtllmKvTransfer:
+    def prefill_fields(self, fields: Container[str], prefill_node: Node, room: int) -> Mapping[str, bytes]:
+        values = {"disaggregated_params": _CONTEXT_ONLY, "stream": b"false"}
+        if "stream_options" in fields:
+            values["stream_options"] = b"null"
+        return values
+
+    def decode_fields(
+        self, fields: Container[str], prefill_node: Node, room: int, transfer: bytes | None
+    ) -> Mapping[str, bytes]:
+        if transfer is None:
+            return {}
+        known = msgspec.json.decode(transfer, type=_Transfer)
+        values = {"disaggregated_params": bytes(known.disaggregated_params)}
+        if bytes(known.prompt_token_ids) != b"null":
+            name = "prompt_token_ids" if "messages" in fields else "prompt"
+            values[name] = bytes(known.prompt_token_ids)
+        return values
+
+    def read_transfer(self, response: bytes) -> bytes | None:
+        try:
+            found = msgspec.json.decode(response, type=_Response)
+            ids = found.prompt_token_ids if bytes(found.prompt_token_ids).startswith(b"[") else _NULL
+            if len(bytes(ids)) > MAX_IDS_BYTES:
+                return None
+            msgspec.json.decode(ids)  # the decode node gets these bytes: all of them have to be valid
+        except (ValueError, RecursionError):
+            return None
+        choice = found.choices[0] if len(found.choices) == 1 else None
+        if choice is None or not choice.disaggregated_params or choice.finish_reason not in _UNFINISHED:
+            return None
+        params = msgspec.json.encode({**choice.disaggregated_params, "request_type": "generation_only"})
+        if len(params) > MAX_PARAMETERS_BYTES:
+            return None
+        return msgspec.json.encode(_Transfer(msgspec.Raw(params), ids))
+
+
+# Reads TensorRT-LLM's metrics.
+#
+# With `return_perf_metrics` and `enable_iter_perf_stats`, trtllm-serve has a Prometheus page at PROMETHEUS_PATH.
+# Without the former, its /metrics returns the statistics of the latest iterations as JSON, each of them once: another
+# consumer then misses those that the router has read.
+
+PROMETHEUS_PATH: Final = "/prometheus/metrics"
+OWNER: Final = "tensorrt_llm"
+"""`owned_by` of its models."""
+MARKERS: Final = (b"trtllm_num_requests_running", b"trtllm_request_success_total", b'"numActiveRequests"')
+
+
+def parse_load(page: bytes) -> LoadReport | None:
+    if page.lstrip()[:1] in (b"[", b"{"):
+        return _parse_iterations(page)
+    block_size = int(mean(page, b"trtllm_kv_cache_tokens_per_block"))
+    prompt_tokens = counter(page, b"trtllm_prompt_tokens_total")
+    cached_tokens = counter(page, b"trtllm_prompt_cached_tokens_total")
+    queue_time_s = counter(page, b"trtllm_request_queue_time_seconds_sum")
+    return LoadReport(
+        running=total(page, b"trtllm_num_requests_running"),
+        waiting=total(page, b"trtllm_num_requests_waiting"),
+        kv_usage=mean(page, b"trtllm_kv_cache_utilization"),
+        incarnation=mean(page, b"process_start_time_seconds"),
+        block_size=block_size,
+        capacity_tokens=total(page, b"trtllm_kv_cache_max_blocks") * block_size,
+        counters=EngineCounters(
+            queried_tokens=prompt_tokens,
+            hit_tokens=cached_tokens,
+            queue_time_s=queue_time_s,
+            queue_times=counter(page, b"trtllm_request_queue_time_seconds_count"),
+            prefill_time_s=less(counter(page, b"trtllm_time_to_first_token_seconds_sum"), queue_time_s),
+            prefills=counter(page, b"trtllm_time_to_first_token_seconds_count"),
+            prefilled_tokens=less(prompt_tokens, cached_tokens),
+        ),
+    )
+
+
+def _parse_iterations(page: bytes) -> LoadReport | None:
+    """Return the load of the latest iteration. Without an iteration since the last request, the engine was idle."""
+    try:
+        iterations = decode_json(page)
+    except ValueError:
+        return None
+    if not isinstance(iterations, list):
+        return None
+    latest = iterations[-1] if iterations else {}
+    if not isinstance(latest, dict):
+        return None
+    cache = latest.get("kvCacheStats")
+    cache = cache if isinstance(cache, dict) else {}
+    blocks, block_size = _number(cache.get("maxNumBlocks")), _number(cache.get("tokensPerBlock"))
+    return LoadReport(
+        running=_number(latest.get("numActiveRequests")),
+        waiting=_number(latest.get("numQueuedRequests")),
+        kv_usage=_number(cache.get("usedNumBlocks")) / blocks if blocks else 0.0,
+        incarnation=0.0,
+        block_size=block_size,
+        capacity_tokens=blocks * block_size,
+    )
+
+
+def _number(value: Any) -> int:
+    return value if type(value) is int and 0 <= value < 1 << 62 else 0

@@ -1,7 +1,3 @@
-"""Replay: run a workload through a simulated fleet in virtual time, and compare routing policies."""
-
-from warmroute.replay.policy_spec import POLICIES, BadPolicy, PolicySpec, parse_policy
-from warmroute.replay.run import Setup, build_world, replay
-from warmroute.replay.summary import Run
-
-__all__ = ["POLICIES", "BadPolicy", "PolicySpec", "Run", "Setup", "build_world", "parse_policy", "replay"]
+"""The lab: production's core in virtual time. Replay runs workloads through simulated fleets, `warmroute engine`
+simulates vLLM without a GPU, and the demo starts both as real processes. A process that serves never imports it.
+"""

@@ -1,4 +1,4 @@
-"""Sends a workload to an endpoint, in an open or closed loop, and measures the responses."""
+"""`warmroute load`: sends a workload to a real endpoint and measures the responses as a client sees them."""
 
 from __future__ import annotations
 
@@ -8,25 +8,223 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import pairwise
+from typing import Final
+from urllib.parse import urljoin
 
 import msgspec
 
-from warmroute.demo.load_generator.prompt_requests import (
-    ConversationHistory,
-    Message,
-    build_request,
-    chat_messages,
-    extend_history,
-)
-from warmroute.demo.load_generator.streaming_client import (
-    RequestFailed,
-    RequestRefused,
-    StreamedResponse,
-    send_streaming,
-)
-from warmroute.replay.summary import Run, percentiles, rounded
-from warmroute.replay.workloads.prompt_text import Form
-from warmroute.replay.workloads.workload_prompt import WorkloadPrompt
+from warmroute.http_client import BrokenResponse, Response, open_response
+from warmroute.lab.summary import Run, percentiles, rounded
+from warmroute.lab.workloads.workload_prompt import Form, WorkloadPrompt, system_end, token_ids, words
+
+# Converts a workload's prompts to HTTP requests, as messages, text or token ids.
+#
+# The system message of a chat is the workload's system prompt. The next turn of a conversation contains what the
+# endpoint really answered, so that it finds this turn's blocks in the engine's cache.
+
+
+class Message(msgspec.Struct, frozen=True):
+    role: str
+    content: str
+
+
+class ConversationHistory(msgspec.Struct, frozen=True):
+    """The messages before the next prompt of a conversation, and how many of the prompt's tokens they represent."""
+
+    messages: tuple[Message, ...] = ()
+    tokens: int = 0
+
+
+def chat_messages(prompt: WorkloadPrompt, history: ConversationHistory) -> tuple[Message, ...]:
+    """Return all messages of a prompt: the history, and a new user message."""
+    earlier, start = history.messages, history.tokens
+    if not earlier and prompt.system_tokens:
+        start = system_end(prompt)
+        earlier = (Message("system", words(prompt, 0, start)),)
+    return (*earlier, Message("user", words(prompt, start, prompt.prompt_tokens)))
+
+
+def extend_history(prompt: WorkloadPrompt, messages: tuple[Message, ...], response_text: str) -> ConversationHistory:
+    """Return the history after a response to `messages`."""
+    tokens = prompt.prompt_tokens + prompt.output_tokens
+    return ConversationHistory((*messages, Message("assistant", response_text)), tokens)
+
+
+def build_request(prompt: WorkloadPrompt, messages: tuple[Message, ...], model: str, form: Form) -> tuple[str, bytes]:
+    """Return path and body of a streaming request with usage. The output has exactly the workload's length."""
+    fields: dict[str, object] = {
+        "model": model,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "max_tokens": prompt.output_tokens,
+        "ignore_eos": True,
+        "temperature": 0,
+    }
+    if prompt.session:
+        fields["prompt_cache_key"] = prompt.session.decode()
+    if prompt.cache_salt:
+        fields["cache_salt"] = prompt.cache_salt
+    if form == "chat":
+        return "/v1/chat/completions", msgspec.json.encode({**fields, "messages": messages})
+    text = words if form == "completion" else token_ids
+    return "/v1/completions", msgspec.json.encode({**fields, "prompt": text(prompt, 0, prompt.prompt_tokens)})
+
+
+# Sends one streaming request, and records the time of each piece of text in its response.
+
+_MAX_ERROR_BYTES: Final = 4096
+_ERROR_TIMEOUT_S: Final = 2.0
+
+
+class RequestRefused(Exception):
+    """The response has a status other than 200."""
+
+    def __init__(self, status: int, retry_after_s: float, message: str = "") -> None:
+        super().__init__(f"status {status}")
+        self.status = status
+        self.retry_after_s = retry_after_s
+        self.message = message
+        """The error message of the server."""
+
+
+class RequestFailed(Exception):
+    """No response, or an incomplete one. The message is a short reason to count by."""
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    prompt_tokens_details: _Details | None = None
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+    reasoning_content: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    delta: _Delta | None = None
+    text: str | None = None
+
+
+class _Event(msgspec.Struct):
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: msgspec.Raw | None = None
+
+
+class _ErrorDetails(msgspec.Struct):
+    message: str = ""
+
+
+class _Error(msgspec.Struct):
+    error: _ErrorDetails | str = ""
+    message: str = ""
+
+
+_decoder = msgspec.json.Decoder(_Event)
+
+
+class StreamedResponse(msgspec.Struct):
+    """A complete response. Times are monotonic seconds."""
+
+    sent_s: float
+    times_s: list[float] = []
+    """When each of `texts` arrived."""
+    texts: list[str] = []
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    cached_tokens: int = 0
+
+    @property
+    def ttft_ms(self) -> float:
+        """Time to the first text. There must be one."""
+        return (self.times_s[0] - self.sent_s) * 1000.0
+
+
+async def send_streaming(
+    url: str, path: str, body: bytes, headers: dict[str, str], timeout_s: float
+) -> StreamedResponse:
+    """Send a request and read the whole response. Raises RequestRefused, RequestFailed."""
+    result = StreamedResponse(time.monotonic())
+    try:
+        async with (
+            asyncio.timeout(timeout_s),
+            open_response("POST", urljoin(url, path), body, headers.items()) as response,
+        ):
+            if response.status != 200:
+                after = response.head.retry_after
+                message = await _error_message(response)
+                raise RequestRefused(response.status, float(after) if after.isdigit() else 1.0, message)
+            await _read_events(response, result)
+    except TimeoutError:
+        raise RequestFailed("timeout") from None
+    except BrokenResponse:
+        raise RequestFailed("the response broke off") from None
+    except OSError as error:
+        raise RequestFailed(type(error).__name__) from None
+    return result
+
+
+async def _error_message(response: Response) -> str:
+    """Return the message of an error's JSON, or else the beginning of its body."""
+    body = b""
+    try:
+        async with asyncio.timeout(_ERROR_TIMEOUT_S):
+            async for piece in response.pieces():
+                body += piece
+                if len(body) >= _MAX_ERROR_BYTES:
+                    break
+    except OSError:
+        return ""
+    try:
+        decoded = msgspec.json.decode(body, type=_Error)
+    except (msgspec.ValidationError, msgspec.DecodeError):
+        return " ".join(body.decode("utf-8", "replace").split())[:200]
+    return decoded.error.message if isinstance(decoded.error, _ErrorDetails) else decoded.message
+
+
+async def _read_events(response: Response, result: StreamedResponse) -> None:
+    done = False
+    rest = b""
+    # Read beyond [DONE] to the end, so that the router has closed this request before the client sends the next one.
+    async for piece in response.pieces():
+        *lines, rest = (rest + piece).split(b"\n")
+        for line in lines:
+            line = line.rstrip(b"\r")
+            if line == b"data: [DONE]":
+                done = True
+            elif line.startswith(b"data: "):
+                _add_event(line[6:], result)
+    if not done:
+        raise RequestFailed("the response ended without [DONE]")
+
+
+def _add_event(data: bytes, result: StreamedResponse) -> None:
+    try:
+        event = _decoder.decode(data)
+    except (msgspec.ValidationError, msgspec.DecodeError):
+        raise RequestFailed("an event is not a valid chunk") from None
+    if event.error is not None:
+        raise RequestFailed("an error event in the response")
+    for choice in event.choices:
+        delta = choice.delta
+        text = choice.text if delta is None else delta.content or delta.reasoning_content
+        if text:
+            result.times_s.append(time.monotonic())
+            result.texts.append(text)
+    usage = event.usage
+    if usage is not None:
+        result.prompt_tokens, result.output_tokens = usage.prompt_tokens, usage.completion_tokens
+        details = usage.prompt_tokens_details
+        result.cached_tokens = (details.cached_tokens or 0) if details else 0
+
+
+# Sends a workload to an endpoint, in an open or closed loop, and measures the responses.
 
 
 class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""The columns of a report: what `warmroute replay` prints, and what is on its page."""
+"""The columns of a report of replays, for the terminal and as JSON."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import Final
 
 import msgspec
 
-from warmroute.replay.summary import Run
+from warmroute.lab.summary import Run
+
+# The columns of a report: what `warmroute replay` prints, and what is on its page.
 
 LOAD_COLUMNS: Final = ("offered req/s", "clients", "threshold")
 KEY_COLUMNS: Final = ("policy", *LOAD_COLUMNS)

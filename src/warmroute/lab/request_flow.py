@@ -1,34 +1,329 @@
-"""The life of a simulated request: over the network to the router, to a node, through its engine, and back.
-
-Retries, tickets and usage are production's (routing/attempts.py). Here is only what happens when in virtual time.
-"""
+"""A simulated request: what the edge would do, with the network's delays, and what is measured of it."""
 
 from __future__ import annotations
 
-from collections import Counter
+from array import array
+from collections import Counter, defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from math import inf
 from typing import TYPE_CHECKING
 
-from warmroute.config.priority import NORMAL
-from warmroute.fake_engine.core.engine_request import EngineRequest, RequestTooLong
-from warmroute.fleet.node import Node, Outcome
-from warmroute.fleet.ticket import Ticket
-from warmroute.replay.simulation.flight import Flight, Leg
-from warmroute.replay.simulation.results import RequestResults
-from warmroute.replay.simulation.simulated_node import ProcessState
-from warmroute.replay.simulation.simulated_request import MODEL, simulated_request
-from warmroute.replay.workloads.workload_prompt import WorkloadPrompt
-from warmroute.routing.admission import TICK_S
-from warmroute.routing.attempts import Attempts
-from warmroute.routing.dispatcher import Dispatcher
-from warmroute.routing.hedging import CHECK_S
-from warmroute.routing.route_matching import Routes
-from warmroute.routing.routing_errors import AllNodesFailed, RoutingError
+import msgspec
+
+from warmroute.config.routing import NORMAL, PRIORITY_NUMBERS, Route, Routes
+from warmroute.core.admission import TICK_S
+from warmroute.core.brain import Dispatcher
+from warmroute.core.calls import Attempts
+from warmroute.core.demand import good_ttft_ms
+from warmroute.core.messages import Lookup, Outcome, RoutingRequest
+from warmroute.core.node import Node, Ticket
+from warmroute.core.overdue import CHECK_S
+from warmroute.core.prefill_work import work
+from warmroute.core.rejections import AllNodesFailed, RoutingError
+from warmroute.lab.engine.values import EngineRequest, RequestTooLong
+from warmroute.lab.simulated_node import ProcessState, SimulatedNode
+from warmroute.lab.workloads.workload_prompt import Form, WorkloadPrompt, leading_text
 
 if TYPE_CHECKING:
-    from warmroute.replay.simulation.replica import Replica
-    from warmroute.replay.simulation.world import World
+    from warmroute.lab.simulated_router import Replica
+    from warmroute.lab.world import World
 
+
+# A simulated request: the router's RoutingRequest, filled from a workload's prompt instead of from HTTP bytes.
+
+MODEL = "sim"
+"""The model that every simulated node serves."""
+
+
+class SimulatedLookup(Lookup, kw_only=True):
+    """A lookup by the engine's own block hashes, because simulated prompts have no tokens."""
+
+    request: SimulatedRequest
+
+    @property
+    def prompt(self) -> WorkloadPrompt:
+        return self.request.prompt
+
+    def prefix(self, tokens: int) -> SimulatedLookup:
+        return self
+
+    def blocks(self, model: str, lora: str, block_size: int) -> bytes:
+        key = (model, lora, block_size)
+        found = self._chains.get(key)
+        if found is None:
+            found = self._chains[key] = array("Q", self.request.blocks(block_size)).tobytes()
+        return found
+
+
+class SimulatedRequest(RoutingRequest, kw_only=True):
+    prompt: WorkloadPrompt
+    number: int
+    """The request's number in this run, which identifies it everywhere."""
+    form: Form = "chat"
+    _hashes: dict[int, list[int]] = msgspec.field(default_factory=dict)
+    """The result of `blocks`, by block size."""
+
+    def lookup(self) -> SimulatedLookup:
+        return SimulatedLookup(b"", self.prompt_tokens, self.prompt_tokens, cache_group=self.cache_group, request=self)
+
+    def prefix_key(self) -> bytes | None:
+        self.first_user_text()
+        return super().prefix_key()
+
+    def first_user_text(self) -> bytes:
+        """Return the leading text of the first user message. It is generated on first use: few policies need it."""
+        if self.user is None:
+            self.system, self.user = leading_text(self.prompt, self.form)
+        return self.user
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.prompt.prompt_tokens
+
+    def blocks(self, block_size: int) -> list[int]:
+        """Return the hashes of the prompt's full blocks, as in an engine with this block size."""
+        chain = self._hashes.get(block_size)
+        if chain is None:
+            content = self.prompt.blocks.content(block_size)
+            chain = self._hashes[block_size] = content.hashes(0, self.prompt.prompt_tokens // block_size)
+        return chain
+
+
+def simulated_request(
+    prompt: WorkloadPrompt, number: int, form: Form = "chat", route: Route | None = None, now_s: float = 0.0,
+    isolated_tenant: str = "", streams: bool = True,
+) -> SimulatedRequest:  # fmt: skip
+    """A simulated client always states its priority, so a route does not set it. `isolated_tenant` sends the request
+    instead of the prompt's own tenant, and shares no knowledge of caches with others."""
+    return SimulatedRequest(
+        prompt.lora_name or MODEL,
+        session=prompt.session,
+        tenant=isolated_tenant or prompt.tenant,
+        cache_group=f"only {isolated_tenant}" if isolated_tenant else "",
+        priority=PRIORITY_NUMBERS[prompt.priority],
+        arrived_s=now_s,
+        route=route.name if route is not None else "",
+        deadline_s=now_s + route.ttft_s if route is not None and route.ttft_s else 0.0,
+        total_deadline_s=now_s + route.total_s if route is not None and route.total_s else 0.0,
+        ends_late=route is not None and route.ends_late and bool(route.ttft_s or route.total_s),
+        streams=streams,
+        prompt=prompt,
+        number=number,
+        form=form,
+        may_split=True,
+    )
+
+
+# The results of a simulation's requests: counts, sums, and the times that percentiles need.
+#
+# Memory grows by four floats a request. The timeline has a bounded length.
+
+TIMELINE_SPANS = 240
+
+
+class Timeline:
+    """Sums over equal spans of time. A span doubles whenever the run needs more than TIMELINE_SPANS of them."""
+
+    FIELDS = ("arrived", "prompt_tokens", "cached_tokens", "ttft_ms", "first_tokens", "over_ceiling")
+
+    def __init__(self) -> None:
+        self.span_ms = 1000.0
+        self.sums: list[list[float]] = []
+
+    def at(self, at_ms: float) -> list[float]:
+        """Return the sums of the span that contains this time; the caller adds to them."""
+        sums = self.sums
+        while (span := int(at_ms / self.span_ms)) >= TIMELINE_SPANS:
+            self.span_ms *= 2
+            paired = [[a + b for a, b in zip(*pair, strict=True)] for pair in zip(sums[::2], sums[1::2], strict=False)]
+            self.sums = sums = paired + (sums[-1:] if len(sums) % 2 else [])
+        while len(sums) <= span:
+            sums.append([0.0] * len(self.FIELDS))
+        return sums[span]
+
+
+@dataclass(slots=True)
+class PriorityResults:
+    """Counts and TTFTs of the requests of one priority."""
+
+    arrived: int = 0
+    finished: int = 0
+    rejected: int = 0
+    failed: int = 0
+    left: int = 0
+    ttft_ms: array[float] = field(default_factory=lambda: array("d"))
+
+
+class RequestResults:
+    def __init__(self, start_ms: float = 0.0) -> None:
+        self._start_ms = start_ms
+        self.by_priority: defaultdict[str, PriorityResults] = defaultdict(PriorityResults)
+        self.timeline = Timeline()
+        self.ttft_ms = array("d")
+        self.prefill_work = array("d")
+        """The prefill work of each request in `ttft_ms`: its uncached tokens, in tokens of a short prompt."""
+        self.inter_token_ms = array("d")
+        """The mean time between tokens of each request."""
+        self.latency_ms = array("d")
+        self.prompt_tokens = 0
+        self.cached_tokens = 0
+        self.output_tokens = 0
+        self.retries = 0
+        self.good_first_tokens = 0
+        self.first_ms: float | None = None
+        self.last_ms = 0.0
+        self.ceiling_ms = inf
+        """The timeline counts first tokens that take longer than this."""
+
+    def arrived(self, prompt: WorkloadPrompt, now_ms: float) -> None:
+        self.by_priority[prompt.priority].arrived += 1
+        self.timeline.at(now_ms - self._start_ms)[0] += 1
+        if self.first_ms is None:
+            self.first_ms = now_ms
+
+    def first_token(self, prompt: WorkloadPrompt, arrived_ms: float, cached_tokens: int, now_ms: float) -> None:
+        ttft_ms = now_ms - arrived_ms
+        self.ttft_ms.append(ttft_ms)
+        self.prefill_work.append(work(prompt.prompt_tokens - cached_tokens, cached_tokens))
+        self.good_first_tokens += ttft_ms <= good_ttft_ms(prompt.prompt_tokens)
+        self.by_priority[prompt.priority].ttft_ms.append(ttft_ms)
+        self.prompt_tokens += prompt.prompt_tokens
+        self.cached_tokens += cached_tokens
+        span = self.timeline.at(arrived_ms - self._start_ms)
+        span[1] += prompt.prompt_tokens
+        span[2] += cached_tokens
+        span[3] += ttft_ms
+        span[4] += 1
+        span[5] += ttft_ms > self.ceiling_ms
+
+    def finished(self, prompt: WorkloadPrompt, arrived_ms: float, first_ms: float, now_ms: float) -> None:
+        self.by_priority[prompt.priority].finished += 1
+        self.output_tokens += prompt.output_tokens
+        self.latency_ms.append(now_ms - arrived_ms)
+        if prompt.output_tokens > 1:
+            self.inter_token_ms.append((now_ms - first_ms) / (prompt.output_tokens - 1))
+        self.last_ms = now_ms
+
+    def rejected(self, prompt: WorkloadPrompt, now_ms: float) -> None:
+        self.by_priority[prompt.priority].rejected += 1
+        self.last_ms = now_ms
+
+    def failed(self, prompt: WorkloadPrompt, now_ms: float) -> None:
+        self.by_priority[prompt.priority].failed += 1
+        self.last_ms = now_ms
+
+    def left(self, prompt: WorkloadPrompt, now_ms: float) -> None:
+        """The client gave up before the first token."""
+        self.by_priority[prompt.priority].left += 1
+        self.last_ms = now_ms
+
+    def total(self, what: str) -> int:
+        """Return one count, by its name, summed over all priorities."""
+        return sum(getattr(one, what) for one in self.by_priority.values())
+
+    @property
+    def ended(self) -> int:
+        return sum(one.finished + one.rejected + one.failed + one.left for one in self.by_priority.values())
+
+
+# A simulated request, and its attempts: which node each of them goes to.
+
+
+class Leg:
+    """One attempt of a simulated request: its way to one node and back."""
+
+    __slots__ = ("flight", "flow", "live", "node", "prefill_leg", "prefills")
+
+    def __init__(
+        self, flight: Flight, node: SimulatedNode, prefills: bool = False, prefill_leg: Leg | None = None
+    ) -> None:
+        """`prefills`: the node only prefills, for another one. `prefill_leg`: whose KV cache the node fetches."""
+        self.prefills = prefills
+        self.prefill_leg = prefill_leg
+        self.flight = flight
+        self.flow = flight.flow
+        self.node = node
+        self.live = True
+        """Cleared when the attempt has ended. What still comes back from the node is ignored."""
+
+
+class Flight:
+    """One simulated request, which drives its attempts in virtual time."""
+
+    __slots__ = (
+        "arrived_ms", "attempts", "cached_tokens", "first_ms", "flow", "hedge", "leg", "prefill", "prefill_cached",
+        "prompt", "request", "request_id", "results",
+    )  # fmt: skip
+
+    def __init__(
+        self, flow: RequestFlow, prompt: WorkloadPrompt, request: SimulatedRequest, results: RequestResults
+    ) -> None:
+        # for its whole life
+        self.flow = flow
+        self.prompt = prompt
+        self.request = request
+        self.request_id = str(request.number)
+        self.arrived_ms = flow.calendar.now_ms
+        self.results = results
+        self.attempts = Attempts(flow.dispatcher, self, request, self.request_id.encode())
+        # at the current node
+        self.leg: Leg
+        self.hedge: Leg | None = None
+        self.prefill: Leg | None = None
+        self.prefill_cached = 0
+        """Tokens that the prefill node had cached."""
+        self.first_ms: float | None = None
+        self.cached_tokens = 0
+
+    @property
+    def node(self) -> SimulatedNode:
+        return self.leg.node
+
+    # The driver of its attempts.
+
+    def send(self, node: Node) -> None:
+        self.leg = self.flow.sent(self, node)
+
+    def withdraw(self) -> None:
+        self.flow.withdrawn(self.leg)
+
+    def send_prefill(self, prefill_node: Node, node: Node) -> None:
+        self.leg = self.prefill = self.flow.sent_prefill(self, prefill_node, node)
+
+    def withdraw_prefill(self) -> None:
+        prefill, self.prefill = self.prefill, None
+        if prefill is not None:
+            self.flow.withdrawn(prefill)
+
+    def send_hedge(self, node: Node) -> None:
+        self.hedge = self.flow.sent(self, node)
+
+    def withdraw_hedge(self) -> None:
+        hedge, self.hedge = self.hedge, None
+        if hedge is not None:
+            self.flow.withdrawn(hedge)
+
+    def promote_hedge(self) -> None:
+        assert self.hedge is not None
+        self.leg, self.hedge = self.hedge, None
+
+    def reject(self, why: RoutingError) -> int:
+        self.flow.rejected(self, why)
+        return 0
+
+    def cut(self, why: RoutingError) -> bool:
+        self.flow.withdrawn(self.leg)
+        self.flow.rejected(self, why)
+        return True
+
+    def internal_error(self, error: Exception) -> None:
+        raise error
+
+
+# The life of a simulated request: over the network to the router, to a node, through its engine, and back.
+#
+# Retries, tickets and usage are production's (core/calls.py). Here is only what happens when in virtual time.
 
 PATH = "/v1/chat/completions"
 """The path of every simulated request, as routes see it."""

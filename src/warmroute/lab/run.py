@@ -1,23 +1,71 @@
-"""One run of a replay: a workload through a simulated fleet under one policy."""
+"""One run: a workload, a fleet, a policy; and the single cache that no fleet can beat."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from math import inf
 from random import Random
 
 import msgspec
 
-from warmroute.replay.peers.single_cache import single_cache_hit_rate
-from warmroute.replay.policy_spec import ORACLE, PolicySpec
-from warmroute.replay.simulation.conditions import Conditions, NodeSpec
-from warmroute.replay.simulation.fault_schedule import ScheduledFault, schedule_fault
-from warmroute.replay.simulation.queue_threshold import QueueThresholdPolicy
-from warmroute.replay.simulation.simulated_scaling import ScalingSetup, SimulatedScaling
-from warmroute.replay.simulation.world import World
-from warmroute.replay.summary import Run, over_ttft_limit, rounded, scaling_summary, summary
-from warmroute.replay.workloads.arrivals import follow_daily_curve, with_warm_up
-from warmroute.replay.workloads.catalog import BadWorkload, Workload
-from warmroute.replay.workloads.workload_prompt import WorkloadPrompt
+from warmroute.lab.replay_setup import ORACLE, PolicySpec
+from warmroute.lab.simulated_node import Conditions, NodeSpec
+from warmroute.lab.simulated_router import QueueThresholdPolicy
+from warmroute.lab.simulated_scaling import ScalingSetup, SimulatedScaling
+from warmroute.lab.summary import Run, over_ttft_limit, rounded, scaling_summary, summary
+from warmroute.lab.workloads import BadWorkload, Workload, follow_daily_curve, with_follow_ups, with_warm_up
+from warmroute.lab.workloads.workload_prompt import WorkloadPrompt
+from warmroute.lab.world import ScheduledFault, World, schedule_fault
+
+# `oracle`: the hit rate of one cache as large as all caches of the fleet together.
+#
+# Requests are served instantly, in the order of arrival, and blocks of prompts and answers are evicted least recently
+# used first. This is a practical upper bound, not a proof: several small caches can by chance keep a block that one
+# large cache evicts, and a request that waits in a queue is matched later.
+
+
+def single_cache_hit_rate(
+    prompts: Iterator[WorkloadPrompt],
+    capacity_blocks: int,
+    block_size: int,
+    limit: int | None = None,
+    duration_s: float | None = None,
+    warm_up: int = 0,
+    warm_up_s: float = 0.0,
+) -> tuple[float, int]:
+    """Return the fraction of prompt tokens that hit, and the number of requests; both without the first `warm_up`, or
+    without those of the first `warm_up_s`."""
+    cache: OrderedDict[int, None] = OrderedDict()
+    queried = hit = count = unmeasured = 0
+    is_measuring = False
+    end_ms = inf
+    for at_ms, prompt in with_follow_ups(prompts):
+        if not is_measuring and count >= warm_up and at_ms >= 1000.0 * warm_up_s:
+            is_measuring = True
+            queried = hit = 0
+            unmeasured = count
+            end_ms = inf if duration_s is None else at_ms + duration_s * 1000.0
+        if is_measuring and ((limit is not None and count == limit + unmeasured) or at_ms >= end_ms):
+            break
+        count += 1
+        content = prompt.blocks.content(block_size)
+        chain = content.hashes(0, (prompt.prompt_tokens + prompt.output_tokens) // block_size)
+        reusable = (prompt.prompt_tokens - 1) // block_size
+        depth = 0
+        while depth < reusable and chain[depth] in cache:
+            depth += 1
+        queried += prompt.prompt_tokens
+        hit += depth * block_size
+        for block in reversed(chain):  # engines free the tail of a prompt first
+            cache[block] = None
+            cache.move_to_end(block)
+        for _ in range(len(cache) - capacity_blocks):
+            cache.popitem(last=False)
+    return (hit / queried if queried else 0.0), count - unmeasured if is_measuring else 0
+
+
+# One run of a replay: a workload through a simulated fleet under one policy.
 
 Progress = Callable[[int], object]
 """Called now and then with the number of requests that have ended."""

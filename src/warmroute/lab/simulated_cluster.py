@@ -1,18 +1,19 @@
-"""The network between several simulated routers: production's cluster state, with messages that take virtual time, get
-lost, or do not pass during a partition."""
+"""The network between several simulated routers: production's cluster state, with messages that take virtual time,
+get lost, or do not pass during a partition.
+"""
 
 from __future__ import annotations
 
 from random import Random
 from typing import TYPE_CHECKING
 
-from warmroute.cluster.cluster_state import ClusterState
-from warmroute.cluster.messages import FULL_S
-from warmroute.cluster.publish_timing import PublishTiming
+from warmroute.core.cluster.cluster_state import ClusterState
+from warmroute.core.cluster.messages import FULL_S
+from warmroute.core.cluster.publish_timing import PublishTiming
 
 if TYPE_CHECKING:
-    from warmroute.replay.simulation.replica import Replica
-    from warmroute.replay.simulation.world import World
+    from warmroute.lab.simulated_router import Replica
+    from warmroute.lab.world import World
 
 
 class SimulatedCluster:

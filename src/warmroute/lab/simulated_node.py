@@ -1,16 +1,29 @@
-"""The conditions of a simulation: network delays, and polls and KV events that are late or lost."""
+"""A simulated node, the conditions around it, and the virtual clock."""
 
 from __future__ import annotations
 
-from typing import Literal
+import enum
+import heapq
+import math
+from collections.abc import Callable
+from math import inf
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import msgspec
 
-from warmroute.config.node_settings import Role
-from warmroute.fake_engine.core.engine_config import EngineConfig
-from warmroute.fake_engine.core.shared_store import SharedStoreConfig
-from warmroute.fake_engine.profiles import Profile
-from warmroute.replay.workloads.prompt_text import Form
+from warmroute.config.nodes import Role
+from warmroute.core.node import Node
+from warmroute.lab.engine.blocks import KvEventSink, SharedStore, SharedStoreConfig
+from warmroute.lab.engine.core import EngineCore
+from warmroute.lab.engine.timing import Profile
+from warmroute.lab.engine.values import EngineConfig, EngineStats
+from warmroute.lab.workloads.workload_prompt import Form
+
+if TYPE_CHECKING:
+    from warmroute.lab.request_flow import Leg
+
+
+# The conditions of a simulation: network delays, and polls and KV events that are late or lost.
 
 
 class Island(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -119,3 +132,152 @@ class NodeSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             lora_load_ms=self.lora_load_ms,
             reuse_cached_blocks="cache" not in self.misreports,
         )
+
+
+# A simulated node: a fake engine, its node in the router's fleet, and its measurements.
+
+
+class ProcessState(enum.Enum):
+    SERVING = "serving"
+    HANGING = "hanging"  # accepts connections and answers nothing
+    DEAD = "dead"  # refuses connections
+
+
+class EngineTotals(NamedTuple):
+    """Sums over all incarnations of one node's engine."""
+
+    busy_ms: float = 0.0
+    queried_tokens: int = 0
+    hit_tokens: int = 0
+    prefilled_tokens: int = 0
+    preemptions: int = 0
+
+
+class SimulatedNode:
+    def __init__(self, spec: NodeSpec, views: tuple[Node, ...], one_way_ms: float, now_ms: float) -> None:
+        self.spec = spec
+        self.views = views
+        """The node in the fleet of each router."""
+        self.node = views[0]
+        self.one_way_ms = one_way_ms
+        self.joined_ms = now_ms
+        # Of the current incarnation:
+        self.incarnation = 0
+        self.state = ProcessState.DEAD
+        self.engine: EngineCore
+        self.next_event_sequence = 0
+        self.wakes_at_ms = math.inf
+        self.flights: dict[str, Leg] = {}
+        """Requests in its engine, by id."""
+        self.link_free_ms = 0.0
+        """When the last KV transfer from this node ends."""
+        # Measured over all incarnations:
+        self.incarnation_stats: list[EngineStats] = []
+        self.requests = 0
+        self.held_ms = 0.0
+        """Time in the fleet until it left."""
+        self.inflight_ms = 0.0
+        """The router's requests in flight on this node, integrated over time."""
+        self._inflight = 0
+        self._changed_ms = now_ms
+        self._discarded = EngineTotals()
+
+    def start(self, kv_events: KvEventSink | None, store: SharedStore | None = None) -> None:
+        """Start a new process with an empty cache."""
+        self.incarnation += 1
+        self.state = ProcessState.SERVING
+        self.engine = EngineCore(self.spec.engine(), self.spec.profile.timing, kv_events, store)
+        self.incarnation_stats.append(self.engine.stats)
+        self.next_event_sequence = 0
+        self.wakes_at_ms = math.inf
+        self.flights = {}
+
+    def stop(self, state: ProcessState) -> list[Leg]:
+        """Stop the process, and return the requests that it had."""
+        flights = list(self.flights.values())
+        self.state, self.wakes_at_ms, self.flights = state, math.inf, {}
+        return flights
+
+    @property
+    def inflight(self) -> int:
+        """Requests of all routers on the node."""
+        return sum([node.own_inflight for node in self.views])
+
+    def account_inflight(self, now_ms: float) -> None:
+        """Update `inflight_ms`. Call this after the router opened or closed a ticket on this node."""
+        self.inflight_ms += self._inflight * (now_ms - self._changed_ms)
+        self._inflight = self.inflight
+        self._changed_ms = now_ms
+
+    def measure_from(self, now_ms: float) -> None:
+        """Discard what was measured so far."""
+        self.account_inflight(now_ms)
+        self.inflight_ms = self.held_ms = 0.0
+        self.requests = 0
+        self.joined_ms = now_ms
+        self._discarded = self._totals()
+
+    @property
+    def totals(self) -> EngineTotals:
+        """What its engine did since `measure_from`."""
+        return EngineTotals._make(now - before for now, before in zip(self._totals(), self._discarded, strict=True))
+
+    def _totals(self) -> EngineTotals:
+        all_stats = self.incarnation_stats
+        return EngineTotals(
+            busy_ms=sum(stats.busy_ms for stats in all_stats),
+            queried_tokens=sum(stats.prefix_cache_queries for stats in all_stats),
+            hit_tokens=sum(stats.prefix_cache_hits + stats.reloaded_tokens for stats in all_stats),
+            prefilled_tokens=sum(stats.prompt_tokens_computed for stats in all_stats),
+            preemptions=sum(stats.preemptions for stats in all_stats),
+        )
+
+    def record_departure(self, now_ms: float) -> None:
+        self.held_ms += now_ms - self.joined_ms
+        self.joined_ms = now_ms
+
+
+# The virtual clock: a calendar of callbacks, each with the time at which it runs.
+#
+# Callbacks due at the same time run in the order in which they were scheduled. Engine steps run last: a request that
+# arrives exactly when a step ends takes part in the next step.
+
+_FIRST, _LAST = 0, 1
+
+
+class Calendar:
+    def __init__(self) -> None:
+        self.now_ms = 0.0
+        self._count = 0
+        self._heap: list[tuple[float, int, int, Callable[..., object], tuple[Any, ...]]] = []
+
+    @property
+    def now_s(self) -> float:
+        return self.now_ms / 1000.0
+
+    def at(self, at_ms: float, do: Callable[..., object], *args: Any) -> None:
+        """Schedule `do(*args)`. Raises ValueError for a time in the past."""
+        self._schedule(at_ms, _FIRST, do, args)
+
+    def at_end_of(self, at_ms: float, do: Callable[..., object], *args: Any) -> None:
+        """Schedule `do(*args)` after all other callbacks of the same time."""
+        self._schedule(at_ms, _LAST, do, args)
+
+    def after(self, delay_ms: float, do: Callable[..., object], *args: Any) -> None:
+        self._schedule(self.now_ms + delay_ms, _FIRST, do, args)
+
+    def _schedule(self, at_ms: float, order: int, do: Callable[..., object], args: tuple[Any, ...]) -> None:
+        if at_ms < self.now_ms:
+            raise ValueError(f"cannot schedule at {at_ms} ms: the clock is at {self.now_ms} ms")
+        self._count += 1
+        heapq.heappush(self._heap, (at_ms, order, self._count, do, args))
+
+    def run(self, wanted: Callable[[], bool] = lambda: True, until_ms: float = inf) -> None:
+        """Run the scheduled callbacks, up to and including `until_ms`, while `wanted()` is true."""
+        heap, pop = self._heap, heapq.heappop
+        while heap and heap[0][0] <= until_ms and wanted():
+            at_ms, _, _, do, args = pop(heap)
+            self.now_ms = at_ms
+            do(*args)
+        if until_ms < inf:
+            self.now_ms = max(self.now_ms, until_ms)

@@ -12,20 +12,20 @@ from typing import Protocol
 import msgspec
 
 from warmroute.config import Scaling
-from warmroute.fake_engine.profiles import Profile
-from warmroute.fleet.demand import DemandMeter
-from warmroute.fleet.node import Node
-from warmroute.index.hot_prefixes import HotPrefix, HotPrefixes
-from warmroute.replay.simulation.conditions import NodeSpec
-from warmroute.replay.simulation.simulated_request import SimulatedLookup
-from warmroute.replay.simulation.world import World
+from warmroute.core.demand import DemandMeter
+from warmroute.core.hot_prefixes import HotPrefix, HotPrefixes
+from warmroute.core.node import Node
+from warmroute.lab.engine.timing import Profile
+from warmroute.lab.request_flow import SimulatedLookup
+from warmroute.lab.simulated_node import NodeSpec
+from warmroute.lab.world import World
 from warmroute.scaling.autoscaler import Autoscaler
-from warmroute.scaling.fleet_observer import FleetView
+from warmroute.scaling.fleet_plan import router_settings
 from warmroute.scaling.node_controller import NodeController
 from warmroute.scaling.node_lifecycle import LifecycleEvent, LifecycleState, ManagedNode
-from warmroute.scaling.offer import Offer
+from warmroute.scaling.observer import FleetView
 from warmroute.scaling.offer_selection import OfferSelector
-from warmroute.scaling.plan_request import router_settings
+from warmroute.scaling.offers import Offer
 from warmroute.scaling.replay_planner import PlanRunner
 from warmroute.scaling.scaling_decision import PaidNode, ScalingDecision
 

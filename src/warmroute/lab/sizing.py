@@ -1,26 +1,31 @@
-"""Fleet sizing for `warmroute plan`: the smallest fleet whose replay meets the latency limits, found by doubling and
-then bisecting.
-
-The search assumes that more nodes are never slower. Its result has been replayed and meets the limits; the fleet with
-one node less has been replayed and does not, unless it has no nodes, or with roles only one.
-
-With prefill and decode nodes, each fleet size is replayed with several numbers of prefill nodes: from the share that
-was best at the size before, one node more or less, until neither is better.
-"""
+"""`warmroute plan`: the smallest fleet that meets limits."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from math import inf
+from zlib import crc32
 
 import msgspec
 
-from warmroute.config import Objective
-from warmroute.config.node_settings import Role
-from warmroute.replay.policy_spec import PolicySpec
-from warmroute.replay.run import Progress, Setup, replay
-from warmroute.replay.summary import Run
-from warmroute.scaling.fleet_plan import excess
+from warmroute.config import Objective, ScalingReplay
+from warmroute.config.nodes import Role
+from warmroute.lab.planning.recorded_traffic import MAX_CHANCE, RecordedRequest, chance_of
+from warmroute.lab.replay_setup import PolicySpec
+from warmroute.lab.run import Progress, Setup, replay
+from warmroute.lab.summary import Run
+from warmroute.lab.workloads import Trace, with_follow_ups
+from warmroute.lab.workloads.workload_prompt import WorkloadPrompt
+from warmroute.scaling.fleet_plan import RECENT_SHARE, excess
+
+# Fleet sizing for `warmroute plan`: the smallest fleet whose replay meets the latency limits, found by doubling and
+# then bisecting.
+#
+# The search assumes that more nodes are never slower. Its result has been replayed and meets the limits; the fleet with
+# one node less has been replayed and does not, unless it has no nodes, or with roles only one.
+#
+# With prefill and decode nodes, each fleet size is replayed with several numbers of prefill nodes: from the share that
+# was best at the size before, one node more or less, until neither is better.
 
 START_SHARE = 0.5
 """Of prefill nodes, in the first fleet that is replayed."""
@@ -181,3 +186,94 @@ def _best_split(nodes: int, share: float, limits: Limits, run: Callable[[int, in
             break
         best = better
     return best, tried[best]
+
+
+# When the requests of a setup would arrive, known before anything is simulated: an answer is assumed to take
+# ANSWER_MS_PER_TOKEN for each token, and the next turn of a conversation follows it.
+
+ANSWER_MS_PER_TOKEN = 20.0
+RISING = 1.25
+"""The load rises if the second half of the measured time has this many times as many requests as the first half."""
+ERRORS = 3.0
+"""A difference of the two by fewer standard errors is chance."""
+
+
+def expected_arrivals(setup: Setup) -> Iterator[tuple[float, WorkloadPrompt]]:
+    """Return the measured requests of the setup in the order of their times."""
+    measured, most = 0, setup.requests
+    end_ms = inf
+    for number, (at_ms, prompt) in enumerate(with_follow_ups(setup.arrivals(), ANSWER_MS_PER_TOKEN)):
+        if number < setup.warm_up or at_ms < 1000.0 * setup.warm_up_s:
+            continue
+        if not measured and setup.duration_s is not None:
+            end_ms = at_ms + 1000.0 * setup.duration_s
+        if measured == most or at_ms > end_ms:
+            return
+        measured += 1
+        yield at_ms, prompt
+
+
+def load_rises(setup: Setup) -> bool:
+    """Return whether the load of a generator still rises while it is measured: as many conversations begin as before,
+    but the earlier ones have not ended."""
+    if isinstance(setup.workload, Trace) or setup.concurrency is not None or setup.day_s is not None:
+        return False
+    measured = list(expected_arrivals(setup))
+    if not any(prompt.next_turn is not None for _, prompt in measured):
+        return False
+    middle_ms = (measured[0][0] + measured[-1][0]) / 2
+    first = sum(at_ms < middle_ms for at_ms, _ in measured)
+    second = len(measured) - first
+    return second > RISING * first and second - first > ERRORS * len(measured) ** 0.5
+
+
+# The load that a fleet has to hold to meet its limits in most minutes, not only on average: the autoscaler allows for
+# `scaling.replay.margin` and for what chance does to few conversations in ten minutes (planning/recorded_traffic.py),
+# and `warmroute plan --margin` does the same for a workload.
+
+
+class LoadMargin(msgspec.Struct, frozen=True):
+    margin: float = 0.0
+    chance: float = 0.0
+    """By which fraction chance makes the load of ten minutes differ: one standard deviation."""
+
+    @property
+    def load(self) -> float:
+        """Relative to the workload's own."""
+        return 1.0 + self.margin + self.chance
+
+
+def load_margin(setup: Setup, margin: float) -> LoadMargin:
+    """Add the chance of the setup's workload to a margin."""
+    requests = _recorded(setup)
+    recorded_ms = requests[-1].at_ms - requests[0].at_ms if requests else 0.0
+    if recorded_ms <= 0.0:
+        return LoadMargin(margin)
+    chance = chance_of(requests, requests[0].at_ms, recorded_ms)
+    span_s = RECENT_SHARE * ScalingReplay().window_s
+    chance *= (RECENT_SHARE * recorded_ms / (1000.0 * span_s)) ** 0.5  # of the autoscaler's span instead of this one's
+    return LoadMargin(margin, min(MAX_CHANCE, chance))
+
+
+def with_load(setup: Setup, load: float) -> Setup:
+    """Return the setup with `load` times as many requests per second."""
+    workload = setup.workload
+    if not isinstance(workload, Trace):
+        return msgspec.structs.replace(setup, rate=load * (setup.rate or workload.generator.rate))
+    setup = msgspec.structs.replace(setup, warm_up_s=setup.warm_up_s / load)  # the same requests of the trace
+    if setup.rate is not None:
+        return msgspec.structs.replace(setup, rate=load * setup.rate)
+    faster = msgspec.structs.replace(workload, speed=load * workload.speed)
+    return msgspec.structs.replace(setup, workload=faster)
+
+
+def _recorded(setup: Setup) -> list[RecordedRequest]:
+    found: list[RecordedRequest] = []
+    by_number: dict[int, int] = {}
+    for at_ms, prompt in expected_arrivals(setup):
+        conversation = crc32(prompt.session) if prompt.session else len(found)
+        conversation = by_number.get(prompt.follows, conversation) if prompt.follows >= 0 else conversation
+        if prompt.number >= 0:
+            by_number[prompt.number] = conversation
+        found.append(RecordedRequest(prompt, at_ms, conversation))
+    return found

@@ -1,8 +1,4 @@
-"""A simulated fleet in virtual time: fake engines behind production's Fleet, Router, Admission and Attempts.
-
-This file holds the fleet, its faults and the clock. request_flow.py holds the life of a request. Every event touches
-one node; only the router's own decision looks at the whole fleet.
-"""
+"""A simulated fleet in virtual time: nodes, clients and faults around the production router core."""
 
 from __future__ import annotations
 
@@ -11,23 +7,128 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from random import Random
 from typing import Any
 
+import msgspec
+
 from warmroute.config import Config, Health, NodeConfig
-from warmroute.fake_engine.core.engine_request import EngineOutput, EngineRequest, Finished, FirstToken
-from warmroute.fake_engine.core.kv_event_types import KvEvent, KvEventSink
-from warmroute.fake_engine.core.shared_store import SharedStore
-from warmroute.replay.simulation.calendar import Calendar
-from warmroute.replay.simulation.clients import Clients
-from warmroute.replay.simulation.conditions import Conditions, NodeSpec
-from warmroute.replay.simulation.flight import Flight
-from warmroute.replay.simulation.policy_listener import PolicyListener
-from warmroute.replay.simulation.replica import Replica
-from warmroute.replay.simulation.results import RequestResults
-from warmroute.replay.simulation.simulated_cluster import SimulatedCluster
-from warmroute.replay.simulation.simulated_node import ProcessState, SimulatedNode
-from warmroute.replay.simulation.simulated_request import MODEL
-from warmroute.replay.workloads.workload_prompt import WorkloadPrompt
-from warmroute.routing.policy import Policy
-from warmroute.routing.queued_request import QueueOrder
+from warmroute.core.policy import Policy
+from warmroute.core.queue_order import QueueOrder
+from warmroute.lab.engine.blocks import KvEvent, KvEventSink, SharedStore
+from warmroute.lab.engine.values import EngineOutput, EngineRequest, Finished, FirstToken
+from warmroute.lab.request_flow import MODEL, Flight, RequestResults
+from warmroute.lab.simulated_cluster import SimulatedCluster
+from warmroute.lab.simulated_node import Calendar, Conditions, NodeSpec, ProcessState, SimulatedNode
+from warmroute.lab.simulated_router import PolicyListener, Replica
+from warmroute.lab.workloads.workload_prompt import WorkloadPrompt
+
+# The simulated clients.
+#
+#     open      Requests are sent at the workload's arrival times, whatever has been answered.
+#     turns     The same, but a turn of a conversation waits for the answer of the turn before it and for a think time.
+#     A
+#               trace's turn is sent at its own time or then, whichever is later. Agents and chats do this, and it is
+#               the
+#               default: in a workload without conversations it is the open loop.
+#     clients   A number of clients; each sends its next request when the last one is answered.
+#
+# A generator's conversations always wait: their next turn contains the answer.
+
+
+class Clients:
+    """Sends at most `limit` requests, none after `until_ms`. `concurrency`: number of clients that send one request
+    after the other; None: the workload's arrival times. `waits`: whether turns of a trace wait for answers."""
+
+    def __init__(
+        self,
+        world: World,
+        prompts: Iterator[WorkloadPrompt],
+        concurrency: int | None,
+        limit: int | None,
+        *,
+        waits: bool = True,
+    ) -> None:
+        self._world = world
+        self._prompts = prompts
+        self._concurrency = concurrency
+        self._remaining = limit if limit is not None else -1
+        self._waits = waits and concurrency is None
+        self._unanswered: dict[int, list[WorkloadPrompt]] = {}
+        """Requests of a trace that have arrived and not ended, by number, and the turns that wait for them."""
+        self.turns = 0
+        """Requests that are a further turn of a conversation."""
+        self.until_ms: float | None = None
+        self.scheduled = 0
+        """Requests in the calendar that are not yet sent."""
+
+    @property
+    def closed(self) -> bool:
+        """Whether clients wait for answers: they are numbered, or the workload has conversations."""
+        return self._concurrency is not None or self.turns > 0
+
+    def limit_to(self, limit: int | None) -> None:
+        """Send at most this many requests from now on."""
+        self._remaining = limit if limit is not None else -1
+
+    def start(self) -> None:
+        for _ in range(self._concurrency or 1):
+            self._send_next()
+
+    def request_ended(self, prompt: WorkloadPrompt, answered: bool) -> None:
+        """Send the conversation's next turn, or the client's next request."""
+        world = self._world
+        for turn in self._unanswered.pop(prompt.number, ()):
+            self._schedule(world.calendar.now_ms + turn.think_ms, turn, arrival=False, counted=True)
+        follow_up = prompt.next_turn() if answered and prompt.next_turn is not None else None
+        if follow_up is not None:
+            self.turns += 1
+            self._schedule(world.calendar.now_ms + follow_up.think_ms, follow_up.prompt, arrival=False)
+        elif self._concurrency is not None:
+            if answered:
+                self._send_next()
+            else:
+                self.scheduled += 1
+                world.calendar.after(world.conditions.refused_pause_ms, self._retry_after_refusal)
+
+    def _retry_after_refusal(self) -> None:
+        self.scheduled -= 1
+        self._send_next()
+
+    def _send_next(self) -> None:
+        if self._remaining == 0:
+            return
+        prompt = next(self._prompts, None)
+        if prompt is not None:
+            now_ms = self._world.calendar.now_ms
+            at_ms = max(now_ms, prompt.at_ms) if self._concurrency is None else now_ms
+            self._schedule(at_ms, prompt, arrival=True)
+
+    def _schedule(self, at_ms: float, prompt: WorkloadPrompt, arrival: bool, *, counted: bool = False) -> None:
+        """`counted`: the request counts towards the limit already."""
+        if self.until_ms is None or at_ms < self.until_ms:
+            self.scheduled += 1
+            self._world.calendar.at(at_ms, self._send, prompt, arrival, counted)
+
+    def _send(self, prompt: WorkloadPrompt, arrival: bool, counted: bool) -> None:
+        self.scheduled -= 1
+        if not counted:
+            if self._remaining == 0:
+                return
+            self._remaining -= 1
+        if arrival and self._concurrency is None:
+            self._send_next()
+            if prompt.number >= 0 and self._waits:
+                self._unanswered[prompt.number] = []
+                if prompt.follows >= 0:
+                    self.turns += 1
+                    if (waiting := self._unanswered.get(prompt.follows)) is not None:
+                        waiting.append(prompt)
+                        return
+        self._world.arrive(prompt)
+
+
+# A simulated fleet in virtual time: fake engines behind production's Fleet, Router, Admission and Attempts.
+#
+# This file holds the fleet, its faults and the clock. request_flow.py holds the life of a request. Every event touches
+# one node; only the router's own decision looks at the whole fleet.
 
 DEFAULT_ISLAND = "local"
 """The island of every node if the router does not know islands."""
@@ -314,3 +415,59 @@ class World:
         if sim.wakes_at_ms == at_ms:
             sim.wakes_at_ms = -1.0
             self.advance(sim)
+
+
+# The fault schedule: failures and fleet changes at given times of a run.
+#
+# Each is one line: TIME_S ACTION NODE [NUMBER].
+#
+#     60 fail node-3             the process dies
+#     60 hang node-2             the process accepts requests and answers nothing
+#     60 slow node-2 5           everything it does takes 5 times as long
+#     90 restart node-3          a new process with an empty cache
+#     120 drain node-1           no new requests; the node leaves when the running ones have finished
+#     120 remove node-1          the node leaves at once
+#     30 provision node-9 120    a node like the first one is requested, and joins 120 s later
+
+ACTIONS = ("fail", "hang", "restart", "drain", "remove", "slow", "provision")
+
+
+class BadFault(ValueError):
+    """What is wrong with a line of the fault schedule."""
+
+
+class ScheduledFault(msgspec.Struct, frozen=True):
+    at_s: float
+    action: str
+    node: str
+    number: float = 0.0
+    """For provision: the delay in seconds. For slow: the factor."""
+
+
+def parse_fault(line: str) -> ScheduledFault:
+    words = line.split()
+    try:
+        if not 3 <= len(words) <= 4 or words[1] not in ACTIONS:
+            raise ValueError
+        at_s, number = float(words[0]), float(words[3]) if len(words) == 4 else 0.0
+        if not (math.isfinite(at_s) and math.isfinite(number) and at_s >= 0 and number >= 0):
+            raise ValueError
+        if words[1] == "slow" and not number:
+            raise ValueError
+        return ScheduledFault(at_s, words[1], words[2], number)
+    except ValueError:
+        raise BadFault(f"{line!r} is not like '60 fail node-3'; actions: {', '.join(ACTIONS)}") from None
+
+
+def schedule_fault(world: World, fault: ScheduledFault, template: NodeSpec) -> None:
+    """Put the fault into the world's calendar. A provisioned node is a copy of `template`."""
+    at_ms = fault.at_s * 1000.0
+    if fault.action == "provision":
+        spec = msgspec.structs.replace(template, name=fault.node)
+        world.calendar.at(at_ms, world.provision, spec, fault.number)
+    elif fault.node not in world.nodes:
+        raise BadFault(f"there is no node {fault.node}; the nodes are {', '.join(list(world.nodes)[:8])}…")
+    elif fault.action == "slow":
+        world.calendar.at(at_ms, world.slow, fault.node, fault.number)
+    else:
+        world.calendar.at(at_ms, getattr(world, fault.action), fault.node)

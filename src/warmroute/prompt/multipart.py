@@ -1,9 +1,9 @@
-"""Find the `model` field of a multipart form (audio transcriptions), and fields that only the router may set, without
-parsing the files in it.
+"""Find the `model` field of a multipart form (audio transcriptions), and fields that only the router may set,
+without parsing the files in it.
 
-The form is read strictly: parsers differ in text before the first boundary, in lines that only start with the boundary,
-in fields given twice, in folded headers, in escaped names, and in text that is not UTF-8. A form with any of these is
-rejected.
+The form is read strictly: parsers differ in text before the first boundary, in lines that only start with the
+boundary, in fields given twice, in folded headers, in escaped names, and in text that is not UTF-8. A form with
+any of these is rejected.
 """
 
 from __future__ import annotations

@@ -1,25 +1,32 @@
-"""Tokens from a node's /tokenize, for models without a tokenizer in the router. Costs a round trip and engine CPU.
-
-Follows vLLM 0.32. Its /tokenize accepts fewer fields than its chat completions, so the missing ones are passed as
-template variables, as vLLM itself does. No tokens are returned where the two endpoints might render differently, or
-where tokens alone do not distinguish two prompts: images and audio, prompts that may be truncated, tools that may be
-left out, embeddings. The router cannot detect gpt-oss models, whose chats vLLM renders in code, and /tokenize by
-template.
-"""
+"""What a node's /tokenize answers: tokens of a model without a tokenizer, and a check of the router's own tokens."""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import time
 from collections import OrderedDict
-from collections.abc import Callable
-from typing import Any, Final
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, Final, Literal
 
 import msgspec
 
-from warmroute.engines.node_http import Post
+from warmroute._kernel import TOKEN_BYTES
+from warmroute.core.node import Node
+from warmroute.engines import Post
 from warmroute.event_log import EventLog
-from warmroute.fleet.node import Node
+from warmroute.prompt.prompt import Prompt
+from warmroute.prompt.prompt_tokenizer import TEMPLATE_REJECTS, PromptTokenizer
+from warmroute.prompt.tokenizer import pack_token_ids
+
+# Tokens from a node's /tokenize, for models without a tokenizer in the router. Costs a round trip and engine CPU.
+#
+# Follows vLLM 0.32. Its /tokenize accepts fewer fields than its chat completions, so the missing ones are passed as
+# template variables, as vLLM itself does. No tokens are returned where the two endpoints might render differently, or
+# where tokens alone do not distinguish two prompts: images and audio, prompts that may be truncated, tools that may be
+# left out, embeddings. The router cannot detect gpt-oss models, whose chats vLLM renders in code, and /tokenize by
+# template.
 
 log = EventLog("warmroute.engines")
 
@@ -216,7 +223,7 @@ def _completion(fields: Fields) -> bytes | list[int]:
 
 def _chat(fields: Fields) -> dict[str, Any]:
     messages = _value(fields, "messages")
-    if not isinstance(messages, list) or not all(_is_text(message) for message in messages):
+    if not isinstance(messages, list) or not all(_is_text_message(message) for message in messages):
         raise NotTokenizable("messages that contain more than text")
     if _value(fields, "tool_choice") == "none" and _value(fields, "tools"):
         # vLLM with --exclude-tools-when-tool-choice-none leaves them out; /tokenize does not
@@ -240,7 +247,7 @@ def _variables(fields: Fields) -> dict[str, Any]:
     return {**given, **{name: value for name, value in over.items() if value not in _UNSET}}
 
 
-def _is_text(message: Any) -> bool:
+def _is_text_message(message: Any) -> bool:
     if not isinstance(message, dict):
         return False
     content = message.get("content")
@@ -260,3 +267,95 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
     if message["reasoning_content"] is not None and made.get("reasoning") is None:
         made["reasoning"] = message["reasoning_content"]
     return made
+
+
+# Compare the router's tokens of fixed samples with those of a node's /tokenize: a text, and two chats.
+#
+# Where the text agrees and a chat does not, the chat templates differ. SGLang's /tokenize takes only text.
+
+_SYSTEM: Final = {"role": "system", "content": "You are a helpful assistant. Answer in one sentence."}
+_QUESTION: Final = {"role": "user", "content": "What is 12 + 30? Write it as 'x = 42'.\n"}
+_ANSWER: Final = {"role": "assistant", "content": "x = 42"}
+_COMPLETION, _CHAT = b"/v1/completions", b"/v1/chat/completions"
+_SAMPLES: Final[tuple[tuple[bytes, dict[str, Any]], ...]] = (
+    (_COMPLETION, {"prompt": "The quick brown fox: 1,234.5 jumps…\n\n\tÜber 你好"}),
+    (_CHAT, {"messages": [_SYSTEM, _QUESTION]}),
+    (_CHAT, {"messages": [_QUESTION, _ANSWER, {"role": "user", "content": "And 7 * 6?"}]}),
+)
+_NO_ENDPOINT: Final = (404, 405, 501)
+_CANNOT_ANSWER: Final = (401, 403, 429)
+
+Tokenize = Callable[[bytes, bytes], Awaitable[tuple[int, bytes]]]
+"""Takes the path and body of a request. Returns status and body of the node's /tokenize for it. Raises OSError."""
+
+
+class _Answer(msgspec.Struct):
+    tokens: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    state: Literal["agrees", "differs", "unavailable", "not_comparable"]
+    """`unavailable`: the node has no /tokenize. `not_comparable`: the router makes no tokens for such prompts."""
+    differs: Literal["", "tokenizer", "chat_template"] = ""
+    reason: str = ""
+    chats: bool = True
+    """Whether chats were compared, not only a text."""
+
+
+class NodeDidNotAnswer(Exception):
+    """The node is slow, broken or busy; the comparison can be repeated."""
+
+
+async def compare_tokens(
+    model: str, prompt_tokenizer: PromptTokenizer, tokenize: Tokenize, with_chats: bool
+) -> Agreement:
+    """Raises NodeDidNotAnswer."""
+    for path, fields in _SAMPLES if with_chats else _SAMPLES[:1]:
+        body = msgspec.json.encode({"model": model, **fields})
+        prompt = await asyncio.to_thread(prompt_tokenizer.tokenize, path, body)
+        if prompt is None or (_is_text(prompt, prompt_tokenizer) and prompt.inexact_reason != TEMPLATE_REJECTS):
+            return Agreement("not_comparable", reason=prompt.inexact_reason if prompt is not None else "")
+        try:
+            status, answer = await tokenize(path, body)
+        except OSError as error:
+            raise NodeDidNotAnswer(f"POST /tokenize failed: {error or type(error).__name__}") from None
+        if status in _NO_ENDPOINT:
+            return Agreement("unavailable", reason=f"POST /tokenize answers {status}")
+        if status >= 500 or status in _CANNOT_ANSWER:
+            raise NodeDidNotAnswer(f"POST /tokenize answers {status}")
+        reason = _difference(prompt, status, answer)
+        if reason:
+            return Agreement("differs", "chat_template" if path == _CHAT else "tokenizer", reason)
+    return Agreement("agrees", chats=with_chats)
+
+
+def _is_text(prompt: Prompt, prompt_tokenizer: PromptTokenizer) -> bool:
+    tokenizer = prompt_tokenizer.tokenizer
+    return tokenizer is None or (not prompt.exact and prompt.inexact_reason != tokenizer.inexact_reason)
+
+
+def _difference(prompt: Prompt, status: int, answer: bytes) -> str:
+    """Return how the node's answer differs from the router's prompt; empty where it does not."""
+    we_reject = prompt.inexact_reason == TEMPLATE_REJECTS
+    if status != 200:
+        return "" if we_reject else f"the node rejects a sample with status {status}"
+    if we_reject:
+        return "the router's chat template rejects a sample that the node accepts"
+    try:
+        theirs = pack_token_ids(msgspec.json.decode(answer, type=_Answer).tokens)
+    except (msgspec.DecodeError, OverflowError):
+        return "the node's /tokenize returns no list of tokens"
+    ours = prompt.tokens
+    if ours == theirs:
+        return ""
+    ours_count, theirs_count = len(ours) // TOKEN_BYTES, len(theirs) // TOKEN_BYTES
+    equal = next(
+        (at for at in range(min(ours_count, theirs_count)) if _token(ours, at) != _token(theirs, at)),
+        min(ours_count, theirs_count),
+    )
+    return f"the node makes {theirs_count} tokens of a sample, the router {ours_count}; the first {equal} are equal"
+
+
+def _token(tokens: bytes, at: int) -> bytes:
+    return tokens[at * TOKEN_BYTES : (at + 1) * TOKEN_BYTES]

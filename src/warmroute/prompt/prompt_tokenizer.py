@@ -17,17 +17,29 @@ from typing import Any, Final
 import msgspec
 
 from warmroute._kernel import Outline, digest
-from warmroute.prompt import anthropic_messages, openai_responses
-from warmroute.prompt.chat_template import Message, TemplateRejected
+from warmroute.prompt import other_apis
+from warmroute.prompt.chat_template import ContentFormat, Message, TemplateRejected
 from warmroute.prompt.chat_tokenizer import CachedContext, ChatPlan, ChatTokenizer
-from warmroute.prompt.content_format import ContentFormat
-from warmroute.prompt.message_spans import BodyMessages, ConvertedMessages, ConvertItem
 from warmroute.prompt.plain_chats import MESSAGE_MS
-from warmroute.prompt.prompt import Prompt, exact_prompt
-from warmroute.prompt.prompt_lists import is_prompt_list, read_prompts
-from warmroute.prompt.render_context import EngineOptions, RenderContext, Templates, render_context
-from warmroute.prompt.request_body import NO_TOKENIZER, Endpoint, RequestBody, read_request_body, text_prompt_of
-from warmroute.prompt.template_messages import UnsupportedRequest, template_message
+from warmroute.prompt.prompt import Prompt, exact_prompt, is_prompt_list, read_prompts
+from warmroute.prompt.request_body import (
+    NO_TOKENIZER,
+    BodyMessages,
+    ConvertedMessages,
+    ConvertItem,
+    Endpoint,
+    RequestBody,
+    read_request_body,
+    text_prompt_of,
+)
+from warmroute.prompt.template_messages import (
+    EngineOptions,
+    RenderContext,
+    Templates,
+    UnsupportedRequest,
+    render_context,
+    template_message,
+)
 from warmroute.prompt.tokenizer import Tokenizer, pack_token_ids
 
 CACHE_BYTES: Final = 128 << 20
@@ -196,7 +208,7 @@ class PromptTokenizer:
         format = context.context.content_format
         convert: ConvertItem = partial(_convert_chat_message, format)
         if request.endpoint is Endpoint.MESSAGES:
-            moves_system = anthropic_messages.moves_system_messages(context.context.template.source)
+            moves_system = other_apis.moves_system_messages(context.context.template.source)
             convert = partial(_convert_anthropic_message, format, moves_system)
         spans = request.outline.message_spans
         if len(spans) > 8 * MAX_MESSAGES:
@@ -226,15 +238,15 @@ class PromptTokenizer:
         context, leading_messages, special = self._build_context(request.endpoint, request.values(names))
         cached = chats.add_context(self._context_key(request), size, context, leading_messages, special)
         if request.endpoint is Endpoint.MESSAGES:
-            anthropic_messages.moves_system_messages(context.template.source)  # so that it is known on the event loop
+            other_apis.moves_system_messages(context.template.source)  # so that it is known on the event loop
         return cached
 
     def _build_context(self, endpoint: Endpoint, fields: dict[str, Any]) -> tuple[RenderContext, list[Message], bool]:
         """Return the context, the leading messages, and whether special tokens are added."""
         if endpoint is Endpoint.MESSAGES:
-            leading_messages = anthropic_messages.system_messages(fields.get("system"))
+            leading_messages = other_apis.system_messages(fields.get("system"))
             effort = self._find_effort_without_thinking(fields)
-            context = self._render_context(anthropic_messages.chat_fields(fields, effort))
+            context = self._render_context(other_apis.anthropic_chat_fields(fields, effort))
             return context, [template_message(message, context.content_format) for message in leading_messages], False
         if endpoint is Endpoint.EMBEDDING:
             fields = {"add_generation_prompt": False, **fields}
@@ -254,7 +266,7 @@ class PromptTokenizer:
             return "none"
         efforts, source = self._effort_without_thinking, self._templates.choose(None, has_tools=False).source
         if source not in efforts:
-            efforts[source] = anthropic_messages.effort_without_thinking(self._render_with_effort)
+            efforts[source] = other_apis.effort_without_thinking(self._render_with_effort)
         return efforts[source]
 
     def _render_with_effort(self, effort: str) -> str:
@@ -311,8 +323,8 @@ class PromptTokenizer:
             plan = self._plan_parsed(chats, context, items, special, sort_tool_calls=True)
         elif request.endpoint is Endpoint.RESPONSES:
             fields = request.values(request.fields)
-            context = self._render_context(openai_responses.chat_fields(fields))
-            messages = openai_responses.chat_messages(fields.get("instructions"), fields.get("input"))
+            context = self._render_context(other_apis.responses_chat_fields(fields))
+            messages = other_apis.responses_chat_messages(fields.get("instructions"), fields.get("input"))
             plan = self._plan_parsed(chats, context, messages, True, sort_tool_calls=False)
         transfer = request.value("kv_transfer_params")
         if isinstance(transfer, dict) and transfer.get("prompt_token_ids") is not None:
@@ -364,4 +376,4 @@ def _convert_chat_message(format: ContentFormat, item: Any, sort_tool_calls: boo
 def _convert_anthropic_message(format: ContentFormat, moves_system_messages: bool, item: Any) -> list[Message]:
     if moves_system_messages and isinstance(item, dict) and item.get("role") == "system":
         raise UnsupportedRequest("the engine moves a system message to the front")
-    return [template_message(message, format) for message in anthropic_messages.chat_messages(item)]
+    return [template_message(message, format) for message in other_apis.anthropic_chat_messages(item)]

@@ -11,13 +11,13 @@ from typing import Final
 
 from warmroute._kernel import MAX_LOOP_BYTES, Outline
 from warmroute.config import Prompts
+from warmroute.core.traffic import Counters
 from warmroute.event_log import EventLog, where_it_failed
 from warmroute.prompt.encoding_time import LOOP_MS
 from warmroute.prompt.prompt import Prompt
 from warmroute.prompt.prompt_tokenizer import PromptTokenizer, TokenizeJob, max_text_prompt_bytes
+from warmroute.prompt.registry import TokenizerRegistry
 from warmroute.prompt.request_body import has_prompt, text_prompt
-from warmroute.prompt.tokenizer_registry import TokenizerRegistry
-from warmroute.telemetry.counters import Counters
 
 log = EventLog("warmroute.prompts")
 

@@ -1,39 +1,229 @@
-"""The registry of tokenizers: which PromptTokenizer belongs to which model.
-
-A tokenizer is configured (`[[models]] tokenizer`) or discovered: a node's /v1/models names as `root` a path that also
-exists on this machine, or a name on a hub whose files are on this machine (hub_tokenizers.py). The router trusts its
-nodes that far (tokenizer_loader.py says what it opens at such a path).
-
-One thread loads the files, one tokenizer after the other. Meanwhile the previous tokenizer stays in use, or text
-matching where there is none. The event loop only compares specs:
-
-    desired    from the configuration and the nodes' latest model cards
-    loaded     the tokenizer in use was made from this spec
-    loading    the thread is loading this spec; the result is used if it is still desired
-    failed     the spec could not be loaded; it is tried again after RETRY_S if it is still desired
-"""
+"""Which tokenizer and chat template belong to which model: loaded, searched, and their status."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import stat
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import Any, Final, TypeVar
-from weakref import WeakSet
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final, Literal, TypeVar
+from weakref import WeakSet, WeakValueDictionary
 
 import msgspec
 
 from warmroute.config import ConfigError, ModelConfig, Prompts
 from warmroute.event_log import EventLog, where_it_failed
-from warmroute.hugging_face.locate_tokenizer import HubSource
-from warmroute.prompt.hub_tokenizers import HubTokenizers, hub_id_of
-from warmroute.prompt.model_cards import ListedModels, read_model_cards
+from warmroute.prompt.chat_template import ChatTemplate, ContentFormat, TemplateRejected
+from warmroute.prompt.hub import HubSource, HubTokenizers, hub_id_of
 from warmroute.prompt.prompt_tokenizer import PromptTokenizer
-from warmroute.prompt.tokenizer_loader import TokenizerLoader, TokenizerSpec, load_error_reason, read_template
-from warmroute.prompt.tokenizer_status import TokenizerStatus
+from warmroute.prompt.template_messages import EngineOptions
+from warmroute.prompt.tokenizer import Tokenizer, load_tokenizer
+
+# Load tokenizers and chat templates from local files. Loading takes seconds, so it runs in a thread.
+#
+# The loader opens only tokenizer files and chat templates, runs templates only in a sandbox, and executes nothing else.
+
+_MAX_FILE_BYTES: Final = 512 << 20
+"""A larger file is not a tokenizer.json."""
+_MAX_REASON_LENGTH: Final = 300
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerSpec:
+    """What a PromptTokenizer is made from."""
+
+    path: str
+    chat_template: str
+    """A file; empty for the model's own template."""
+    content_format: ContentFormat | None
+    template_kwargs: bytes
+    """As JSON, because 1 and True are equal in Python."""
+    trust_request_chat_template: bool
+    exclude_tools_when_tool_choice_none: bool
+    max_model_len: int
+    cache_bytes: int
+
+
+class TokenizerLoader:
+    """Loads the same files only once. Not thread-safe: one thread uses it."""
+
+    def __init__(self) -> None:
+        self._tokenizers: WeakValueDictionary[tuple[Any, ...], Tokenizer] = WeakValueDictionary()
+        self._prompt_tokenizers: WeakValueDictionary[tuple[Any, ...], PromptTokenizer] = WeakValueDictionary()
+
+    def load(self, spec: TokenizerSpec) -> PromptTokenizer:
+        """Return the same object for equal files and options. Raises OSError, ValueError."""
+        tokenizer = self.load_tokenizer(spec.path)
+        template = read_template(spec.chat_template) if spec.chat_template else ""
+        # a PromptTokenizer references its tokenizer, so no other tokenizer has this id while it is found here
+        key = (id(tokenizer), replace(spec, path="", chat_template=template))
+        prompt_tokenizer = self._prompt_tokenizers.get(key)
+        if prompt_tokenizer is None:
+            options = EngineOptions(
+                template,
+                spec.content_format,
+                msgspec.json.decode(spec.template_kwargs),
+                spec.trust_request_chat_template,
+                spec.exclude_tools_when_tool_choice_none,
+                spec.max_model_len or None,
+            )
+            prompt_tokenizer = PromptTokenizer(tokenizer, options, spec.cache_bytes)
+            self._prompt_tokenizers[key] = prompt_tokenizer
+        return prompt_tokenizer
+
+    def load_tokenizer(self, path: str) -> Tokenizer:
+        """Return the same object for equal files, in this or another directory. Raises OSError, ValueError."""
+        path = os.path.abspath(os.path.expanduser(path))
+        file = check_tokenizer_path(path)
+        location = (file, *_file_stamps(os.path.dirname(file)))
+        tokenizer = self._tokenizers.get(location)
+        if tokenizer is None:
+            loaded = load_tokenizer(path)
+            content = (
+                loaded.fingerprint,
+                *(tuple(sorted(table.items())) for table in (loaded.templates, loaded.special_tokens)),
+                loaded.inexact_reason,
+                loaded.chat_inexact_reason,
+            )
+            tokenizer = self._tokenizers[location] = self._tokenizers.setdefault(content, loaded)
+        return tokenizer
+
+
+def check_tokenizer_path(path: str) -> str:
+    """Return the tokenizer.json at a path, which is that file or its directory. Raises OSError, ValueError."""
+    path = os.path.abspath(os.path.expanduser(path))
+    file = os.path.join(path, "tokenizer.json") if os.path.isdir(path) else path
+    if not file.endswith(".json"):
+        os.stat(file)
+        raise ValueError(f"{file}: not a tokenizer.json")
+    _check_regular_file(file)
+    return file
+
+
+def read_template(path: str) -> str:
+    """Read a chat template from a file. Raises OSError, ValueError."""
+    path = os.path.expanduser(path)
+    _check_regular_file(path)
+    text = Path(path).read_text(encoding="utf-8")
+    if not text.strip():
+        raise ValueError(f"{path}: empty file")
+    try:
+        ChatTemplate(text, {})
+    except TemplateRejected as problem:
+        raise ValueError(f"{path}: not a chat template: {problem}") from None
+    return text
+
+
+def load_error_reason(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}"
+    return f"{error or type(error).__name__}"[:_MAX_REASON_LENGTH]
+
+
+def _check_regular_file(path: str) -> None:
+    """Refuse pipes and devices, which may never end. Raises OSError, ValueError."""
+    found = os.stat(path)
+    if not stat.S_ISREG(found.st_mode):
+        raise ValueError(f"{path}: not a regular file")
+    if found.st_size > _MAX_FILE_BYTES:
+        raise ValueError(f"{path}: too large, {found.st_size} bytes")
+
+
+def _file_stamps(folder: str) -> list[tuple[str, int, int]]:
+    """Return name, modification time and size of the files that belong to a tokenizer."""
+    with os.scandir(folder) as found:
+        files = [entry for entry in found if entry.name.endswith((".json", ".jinja")) and entry.is_file()]
+        return sorted((entry.name, entry.stat().st_mtime_ns, entry.stat().st_size) for entry in files)
+
+
+# What the registry knows about the tokenizer of one model, for operators.
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerStatus:
+    model: str
+    state: Literal["loaded", "loading", "missing"]
+    path: str = ""
+    source: str = ""
+    """`configured`, `node_path`, `hugging_face_cache` or `download`; empty without a tokenizer."""
+    hub_id: str = ""
+    """The model's name on the hub, if its nodes report one."""
+    reason: str = ""
+    """Why there is no tokenizer."""
+    tokenizer: PromptTokenizer | None = None
+
+
+def models_table(model: str, hub_id: str, has_table: bool) -> str:
+    """Return the lines of TOML that configure a tokenizer. `has_table`: [[models]] already has this name."""
+    folder = (hub_id or model).rpartition("/")[2] or "model"
+    tokenizer = f"tokenizer = {_quoted(f'/models/{folder}')}  # directory with tokenizer.json, on the router's machine"
+    if has_table:
+        return f"# in the [[models]] table with name = {_quoted(model)}\n{tokenizer}"
+    return f"[[models]]\nname = {_quoted(model)}\n{tokenizer}"
+
+
+def _quoted(text: str) -> str:
+    """A basic string of TOML. JSON's escapes are valid there; DEL is the one character that JSON leaves unescaped."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+# Read the model cards in a node's /v1/models: where each model's files are, and which entries are LoRA adapters.
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRoot:
+    path: str
+    """The model's path on the node, or its name on a hub; empty where the card names neither."""
+    max_model_len: int
+    """0 where it is unknown."""
+
+
+@dataclass(slots=True)
+class ListedModels:
+    roots: dict[str, ModelRoot] = field(default_factory=dict)
+    """By model name, without adapters."""
+    adapters: dict[str, str] = field(default_factory=dict)
+    """Adapter names and their base models."""
+
+
+def read_model_cards(cards: Sequence[Mapping[str, object]], configured: Iterable[str] = ()) -> ListedModels:
+    """Ignores invalid cards. `configured`: names of models in the configuration."""
+    listed = ListedModels()
+    parents: dict[str, str] = {}
+    for card in cards:
+        name, root, parent, max_len = (card.get(key) for key in ("id", "root", "parent", "max_model_len"))
+        if not isinstance(name, str):
+            continue
+        if isinstance(parent, str) and parent and parent != name:
+            parents[name] = parent
+        else:
+            length = max_len if type(max_len) is int and max_len > 0 else 0
+            listed.roots[name] = ModelRoot(root if isinstance(root, str) else "", length)
+    for adapter, parent in parents.items():
+        # an adapter may name a base model that the node does not serve under that name
+        is_known = parent in listed.roots or parent in configured
+        listed.adapters[adapter] = parent if is_known else next(iter(listed.roots), parent)
+    return listed
+
+
+# The registry of tokenizers: which PromptTokenizer belongs to which model.
+#
+# A tokenizer is configured (`[[models]] tokenizer`) or discovered: a node's /v1/models names as `root` a path that also
+# exists on this machine, or a name on a hub whose files are on this machine (hub.py). The router trusts its
+# nodes that far (`TokenizerLoader` says what it opens at such a path).
+#
+# One thread loads the files, one tokenizer after the other. Meanwhile the previous tokenizer stays in use, or text
+# matching where there is none. The event loop only compares specs:
+#
+#     desired    from the configuration and the nodes' latest model cards
+#     loaded     the tokenizer in use was made from this spec
+#     loading    the thread is loading this spec; the result is used if it is still desired
+#     failed     the spec could not be loaded; it is tried again after RETRY_S if it is still desired
 
 log = EventLog("warmroute.prompt")
 Result = TypeVar("Result")

@@ -1,29 +1,285 @@
-"""The autoscaler without I/O: observes the fleet, decides, and selects the prefixes to prefill. node_controller.py
-carries out its decisions, for the service in real time and for replay in virtual time.
-"""
+"""One decision in each interval, for one workload or for pools of prefill and other nodes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from math import isfinite
 from typing import Final
 
+import msgspec
+
 from warmroute.config import Config, Scaling
-from warmroute.fleet.demand import DemandMeter
-from warmroute.fleet.fleet import Fleet
-from warmroute.index.cache_view import CacheView
-from warmroute.index.hot_prefixes import HotPrefix, HotPrefixes
-from warmroute.scaling.capacity import ScalingInputs
-from warmroute.scaling.fleet_observer import FleetObserver, FleetView, pool_of
-from warmroute.scaling.fleet_plan import FleetPlan
-from warmroute.scaling.metric_windows import MetricWindows
+from warmroute.config.scaling import Pool, RoleLimits
+from warmroute.core.cache_view import CacheView
+from warmroute.core.demand import DemandMeter
+from warmroute.core.fleet import Fleet
+from warmroute.core.health import HealthState
+from warmroute.core.hot_prefixes import HotPrefix, HotPrefixes
+from warmroute.core.node import Node
+from warmroute.scaling.capacity import Demand, GpuSpeeds, ScalingInputs, size_of
+from warmroute.scaling.fleet_plan import FleetPlan, plan_request
 from warmroute.scaling.node_lifecycle import LifecycleState, ManagedNodes
-from warmroute.scaling.offer import Offer
+from warmroute.scaling.observer import FleetObserver, FleetView, MetricWindows, pool_of, sanitize
 from warmroute.scaling.offer_selection import OfferSelector
-from warmroute.scaling.plan_request import plan_request
+from warmroute.scaling.offers import Offer
 from warmroute.scaling.replay_planner import PlanRunner, ReplayPlanner
-from warmroute.scaling.role_pools import POOLS, RolePools, desired_in_workload, has_pools
-from warmroute.scaling.scaler import Scaler
-from warmroute.scaling.scaling_decision import PaidNode, ScalingDecision, paid_for
+from warmroute.scaling.scaler import Scaler, scheduled_min_nodes
+from warmroute.scaling.scaling_decision import (
+    PaidNode,
+    PoolDecision,
+    ScalingDecision,
+    SwitchRole,
+    count_of_nodes,
+    paid_for,
+)
+from warmroute.scaling.thresholds import paid_node, removable_nodes
+
+# Scales the prefill nodes and the nodes that serve requests separately, each by what it lacks. No I/O.
+#
+#     pool      nodes with the role      what makes it grow, beside its utilisation
+#     -------   ----------------------   ---------------------------------------------------------------
+#     prefill   prefill                  prompts that wait for it, TTFT
+#     decode    decode, mixed            KV memory of running requests, inter-token time, TTFT, rejections
+#
+# Each pool has a scaler of its own (scaler.py), with its own cooldowns, that sees only the pool's nodes, its offers and
+# the work that was sent to it. Limits of the fleet (`max_nodes`, the budget, the maximum of an island) are reduced by
+# what the other pool takes. Requests that wait at the router count for the pool that is busier.
+#
+# A pool keeps at least one node while the other one has nodes. Searches by replay do not know roles: thresholds decide.
+
+POOLS: Final[tuple[Pool, ...]] = ("prefill", "decode")
+COUNTED: Final = (HealthState.UP, HealthState.UNKNOWN)
+"""Nodes in these states serve, or will after their first health check."""
+NO_BUDGET: Final = 1e-9
+"""What is left of a budget that the other pool has used up. 0 would be no limit."""
+
+
+class RolePools:
+    """The scalers of both pools."""
+
+    def __init__(self, config: Scaling, offers: OfferSelector) -> None:
+        self.scalers = {pool: Scaler(config, offers) for pool in POOLS}
+        self._switched_s = float("-inf")
+        self._switched_to: Pool | None = None
+
+    def decide(
+        self, view: FleetView, windows: MetricWindows, config: Scaling, offers: OfferSelector,
+        pending: Sequence[PaidNode], wall_s: float, terminating: Sequence[PaidNode],
+    ) -> ScalingDecision:  # fmt: skip
+        pools = [pool for pool in POOLS if _exists(pool, view, pending, offers)]
+        views = _split(view, windows, pools)
+        current = [paid_node(node) for node in view.nodes]
+        paid = {pool: _of_pool((*current, *pending, *terminating), pool) for pool in POOLS}
+        decisions: dict[Pool, ScalingDecision] = {}
+        removed = 0
+        limits_of: dict[Pool, Scaling] = {}
+        # The pool that lacks more comes first; of two equal ones that which serves requests.
+        for pool in sorted(pools, key=lambda one: (-_utilisation(views[one]), one)):
+            other = other_pool(pool)
+            reserved = _role_limits(config, other).min_nodes if other in pools and other not in decisions else 0
+            limits = limits_of[pool] = _limits(config, pool, paid[pool], paid[other], reserved, removed, view, wall_s)
+            by_fleet = limits.max_nodes < _role_limits(config, pool).max_nodes
+            scaler = self.scalers[pool]
+            scaler.limit(
+                limits, offers.for_pool(limits, pool, paid[other]),
+                f"{count_of_nodes(config.max_nodes)} for both pools" if by_fleet else "",
+            )  # fmt: skip
+            decision = decisions[pool] = scaler.decide(
+                views[pool], _of_pool(pending, pool), wall_s, _of_pool(terminating, pool)
+            )
+            paid[pool] += [paid_for(one.offer) for one in decision.additions]
+            removed += len(decision.removals)
+        switches = self._switches(config, limits_of, views, decisions, pending)
+        return _combined([(pool, decisions[pool]) for pool in pools], offers.problems, switches)
+
+    def _switches(
+        self, config: Scaling, limits: dict[Pool, Scaling], views: dict[Pool, FleetView],
+        decisions: dict[Pool, ScalingDecision], pending: Sequence[PaidNode],
+    ) -> list[SwitchRole]:  # fmt: skip
+        """Let nodes change sides instead of adding nodes to one pool, where the other one has nodes to spare. A switch
+        in the opposite direction has to wait for `cooldown_down_s`."""
+        if not config.switch_roles or len(views) < len(POOLS):
+            return []
+        to = max(POOLS, key=lambda pool: decisions[pool].needed)
+        other = other_pool(to)
+        lacking, sparing, now_s = decisions[to], decisions[other], views[to].now_s
+        wait_s = config.cooldown_up_s if self._switched_to == to else config.cooldown_down_s
+        if not lacking.needed or sparing.needed or now_s - self._switched_s < wait_s:
+            return []
+        inputs = ScalingInputs(limits[other], sanitize(views[other], []), _of_pool(pending, other), 1.0)
+        inputs.panicking = sparing.panicking
+        candidates, _ = removable_nodes(inputs, _role_limits(config, other).min_nodes, any_node=True)
+        room = _role_limits(config, to).max_nodes - lacking.nodes
+        names = [one.node.name for one in candidates if one.node.switchable and one.node.role != "mixed"]
+        chosen = names[: max(0, min(lacking.needed, room))]
+        if not chosen:
+            return []
+        self._switched_s, self._switched_to = now_s, to
+        self.scalers[to].changed_s = (now_s, self.scalers[to].changed_s[1])
+        self.scalers[other].changed_s = (self.scalers[other].changed_s[0], now_s)
+        kept = max(0, len(lacking.additions) - len(chosen))
+        lacking.additions = lacking.additions[:kept]
+        sparing.removals = tuple(one for one in sparing.removals if one.node not in chosen)
+        lacking.desired_nodes = lacking.nodes + len(chosen) + kept
+        sparing.desired_nodes = sparing.nodes - len(chosen) - len(sparing.removals)
+        self.scalers[other].hold_desired(sparing.desired_nodes)
+        lacking.reasons = (*lacking.reasons, f"{count_of_nodes(len(chosen))} of the {other} pool become {to} nodes")
+        return [SwitchRole(name, to, f"the {other} pool can spare it") for name in chosen]
+
+    def request_failed(self, pool: Pool) -> None:
+        self.scalers[pool].request_failed()
+
+    @property
+    def changed_s(self) -> tuple[float, float]:
+        """When nodes of any pool were last added and removed."""
+        times_s = [scaler.changed_s for scaler in self.scalers.values()]
+        return max(added_s for added_s, _ in times_s), max(removed_s for _, removed_s in times_s)
+
+    @changed_s.setter
+    def changed_s(self, times_s: tuple[float, float]) -> None:
+        for scaler in self.scalers.values():
+            scaler.changed_s = times_s
+
+
+def has_pools(view: FleetView, offers: OfferSelector) -> bool:
+    """Return whether nodes have roles, or could have one."""
+    return any(node.role != "mixed" for node in view.nodes) or any(offer.role != "mixed" for offer in offers.offers)
+
+
+def desired_in_workload(last: ScalingDecision | None, config: Scaling, pool: Pool, nodes: Iterable[Node]) -> int:
+    """Return how many nodes somebody else (KEDA) should run with the configured role of a pool. Nodes whose role
+    changed at run time belong to the workload that started them, and serve in the other pool:
+
+        desired nodes of the pool − its nodes of the other workload + this workload's nodes in the other pool
+
+    Before the first decision: the nodes that the workload has."""
+    if last is None:
+        return sum(pool_of(node.config.role) == pool for node in nodes)
+    if not last.desired_nodes:
+        return 0  # scaled to zero
+    minimum = _role_limits(config, pool).min_nodes
+    desired = minimum
+    if pool in last.pools:
+        desired = last.pools[pool].desired_nodes
+    elif not last.pools and pool == "decode":  # no node has a role
+        desired = last.desired_nodes
+    counted = [node for node in nodes if not node.draining and node.health.state in COUNTED]
+    changed = [node for node in counted if pool_of(node.role) != pool_of(node.config.role)]
+    away = sum(pool_of(node.config.role) == pool for node in changed)
+    return max(minimum, desired - (len(changed) - away) + away)
+
+
+def other_pool(pool: Pool) -> Pool:
+    return POOLS[1 - POOLS.index(pool)]
+
+
+def _exists(pool: Pool, view: FleetView, pending: Iterable[PaidNode], offers: OfferSelector) -> bool:
+    """Return whether the pool has nodes, or could have some."""
+    roles = [*(one.role for one in view.nodes), *(one.role for one in pending), *(one.role for one in offers.offers)]
+    return any(pool_of(role) == pool for role in roles)
+
+
+def _of_pool(paid: Iterable[PaidNode], pool: Pool) -> list[PaidNode]:
+    return [one for one in paid if pool_of(one.role) == pool]
+
+
+def _split(view: FleetView, windows: MetricWindows, pools: Sequence[Pool]) -> dict[Pool, FleetView]:
+    """Return the view of each pool. The busier one has the requests that wait at the router."""
+    views = {}
+    for pool in pools:
+        stable, panic = windows.of_pool(pool)
+        nodes = tuple(node for node in view.nodes if pool_of(node.role) == pool)
+        views[pool] = msgspec.structs.replace(view, stable=stable, panic=panic, nodes=nodes, waiting=0)
+    busier = pools  # requests that wait for the first node need one of each pool
+    if all(any(node.serving for node in views[pool].nodes) for pool in pools):
+        busier = (max(pools, key=lambda pool: _utilisation(views[pool])),)
+    for pool in busier:
+        views[pool].waiting = view.waiting
+        for window in (views[pool].stable, views[pool].panic):
+            window.waiting += view.waiting
+    return views
+
+
+def _utilisation(view: FleetView) -> float:
+    speeds = GpuSpeeds(view.nodes)
+    serving = [node for node in view.nodes if node.serving]
+    demand = Demand(view, view.stable, speeds)
+    used = demand.utilisation(size_of(serving, speeds))
+    return used if isfinite(used) else 1e9
+
+
+def _role_limits(config: Scaling, pool: Pool) -> RoleLimits:
+    return next((one for one in config.roles if one.role == pool), RoleLimits(role=pool))
+
+
+def _limits(
+    config: Scaling, pool: Pool, own: Sequence[PaidNode], elsewhere: Sequence[PaidNode], reserved: int, removed: int,
+    view: FleetView, wall_s: float,
+) -> Scaling:  # fmt: skip
+    """Return the settings of one pool. `own`, `elsewhere`: the machines of this pool and of the other one, of which
+    `removed` will be removed. `reserved`: how many of the fleet's `max_nodes` the other pool gets in any case."""
+    limits = _role_limits(config, pool)
+    taken, here = (sum(one.counts_toward_limit for one in paid) for paid in (elsewhere, own))
+    minimum = limits.min_nodes
+    idle = 0 < config.scale_to_zero_after_s <= view.idle_s and not view.waiting
+    if config.min_nodes == 0 and ((idle and taken <= 1) or not (view.nodes or elsewhere)):
+        minimum = reserved = 0  # both go together
+    elif pool == "decode":
+        minimum = max(minimum, max(config.min_nodes, scheduled_min_nodes(config.hours, wall_s)) - taken)
+    excess = max(0, taken + here - removed - config.max_nodes)
+    room = config.max_nodes - taken
+    least = min(max(minimum, 1), max(here, room))  # a minimum adds no machine above the fleet's maximum
+    free = room - max(0, reserved - taken)
+    maximum = max(0, least, min(limits.max_nodes, max(free, here - excess)))
+    budget = config.budget_usd_per_hour
+    if budget:
+        usd = sum(one.usd_per_hour for one in elsewhere if isfinite(one.usd_per_hour))
+        budget = max(NO_BUDGET, budget - usd)
+    on_island = Counter(one.island for one in elsewhere if one.counts_toward_limit)
+    islands = tuple(
+        msgspec.structs.replace(
+            one,
+            min_nodes=one.min_nodes if pool == "decode" else 0,
+            max_nodes=max(0, one.max_nodes - on_island[one.island]),
+        )
+        for one in config.islands
+    )
+    return msgspec.structs.replace(
+        config, min_nodes=minimum, max_nodes=maximum, budget_usd_per_hour=budget, islands=islands, hours=()
+    )
+
+
+def _combined(
+    of_pools: Sequence[tuple[Pool, ScalingDecision]], problems: tuple[str, ...], switches: Sequence[SwitchRole]
+) -> ScalingDecision:
+    def told(pool: Pool, texts: Iterable[str]) -> list[str]:
+        return [f"{pool} pool: {text}" for text in texts]
+
+    return ScalingDecision(
+        at_s=of_pools[0][1].at_s,
+        desired_nodes=sum(one.desired_nodes for _, one in of_pools),
+        nodes=sum(one.nodes for _, one in of_pools),
+        additions=tuple(
+            msgspec.structs.replace(addition, reason=f"{pool} pool: {addition.reason}")
+            for pool, one in of_pools
+            for addition in one.additions
+        ),
+        removals=tuple(removal for _, one in of_pools for removal in one.removals),
+        switches=tuple(switches),
+        needed=sum(one.needed for _, one in of_pools),
+        reasons=tuple(text for pool, one in of_pools for text in told(pool, one.reasons)),
+        obstacles=tuple(text for pool, one in of_pools for text in told(pool, one.obstacles)),
+        invalid_inputs=tuple(dict.fromkeys((*problems, *(text for _, one in of_pools for text in one.invalid_inputs)))),
+        panicking=any(one.panicking for _, one in of_pools),
+        dry_run=of_pools[0][1].dry_run,
+        utilisation=max(one.utilisation for _, one in of_pools),
+        pools={pool: PoolDecision(one.nodes, one.desired_nodes, one.utilisation) for pool, one in of_pools},
+    )
+
+
+# The autoscaler without I/O: observes the fleet, decides, and selects the prefixes to prefill. node_controller.py
+# carries out its decisions, for the service in real time and for replay in virtual time.
 
 HOT_PREFIXES_CHECKED: Final = 64
 MAX_PREFIXES_MOVED: Final = 8

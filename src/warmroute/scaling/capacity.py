@@ -11,10 +11,10 @@
     hit(fleet)       = hit now · reused within retention(fleet) / reused within retention now
 
 A request holds its KV memory for as long as its response takes. Decode steps take longer with more context, and with
-more time spent on prefills. By the line of fleet/decode_speed.py a node then holds arrivals · tokens · context · base /
+more time spent on prefills. By the line of core/speeds.py a node then holds arrivals · tokens · context · base /
 (weight − load) tokens, which grows without limit as the load approaches the weight.
 
-The last two formulas tell thrashing from unique traffic. A larger cache retains blocks longer; index/reuse.py
+The last two formulas tell thrashing from unique traffic. A larger cache retains blocks longer; core/reuse.py
 measures whether that gets them used. If no block is reused later than it is retained now, a larger cache does not help,
 and the low hit ratio is a property of the traffic. The same formulas say what a smaller fleet would lose.
 """
@@ -29,8 +29,8 @@ from typing import Final
 import msgspec
 
 from warmroute.config import Scaling
-from warmroute.fleet.node_speed import DEFAULT_MS_PER_TOKEN
-from warmroute.scaling.fleet_observer import FleetView, NodeView, WindowMetrics
+from warmroute.core.speeds import DEFAULT_MS_PER_TOKEN
+from warmroute.scaling.observer import FleetView, NodeView, WindowMetrics
 from warmroute.scaling.scaling_decision import PaidNode
 
 MAX_RETENTION_S: Final = 86_400.0

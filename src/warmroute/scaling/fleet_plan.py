@@ -1,20 +1,29 @@
-"""A fleet plan: what the replay of recent traffic says about fleets of other sizes, and how many nodes follow from it.
-
-    PlanRequest   the fleet, the offers, the learned speeds, the objective: what a search is made from
-    FleetPlan     its result: nodes to add of which offer, or nodes to spare, and the replayed fleets that show why
-
-Both cross a pipe: the search runs in another process (planning_process.py), in virtual time in this one.
-"""
+"""What a replay is asked, and the plan that it answers."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from math import isfinite
+from statistics import median
 from typing import Final
 
 import msgspec
 
 from warmroute.config import Config, Objective, ScalingReplay
-from warmroute.scaling.offer import OfferKey
-from warmroute.scaling.scaling_decision import count_of_nodes
+from warmroute.scaling.capacity import ScalingInputs
+from warmroute.scaling.observer import FleetView, NodeView
+from warmroute.scaling.offer_selection import OfferSelector
+from warmroute.scaling.offers import OfferKey
+from warmroute.scaling.scaling_decision import PaidNode, count_of_nodes
+from warmroute.scaling.thresholds import paid_node, rank_candidates
+
+# A fleet plan: what the replay of recent traffic says about fleets of other sizes, and how many nodes follow from it.
+#
+#     PlanRequest   the fleet, the offers, the learned speeds, the objective: what a search is made from
+#     FleetPlan     its result: nodes to add of which offer, or nodes to spare, and the replayed fleets that show why
+#
+# Both cross a pipe: the search runs in another process (replay_planner.py), in virtual time in this one.
 
 MIN_REQUESTS: Final = 50
 """Fewer requests say too little about a p90."""
@@ -131,7 +140,7 @@ class PlanRequest(msgspec.Struct, kw_only=True):
     target_excess: float = 1.0
     """That of the last plan: above 1 if no fleet meets the objective."""
     usual_floor_ms: float | None = None
-    """The usual TTFT p90 of a fleet on which hardly any request waits (usual_floor.py)."""
+    """The usual TTFT p90 of a fleet on which hardly any request waits (replay_planner.py)."""
     known: tuple[ReplayedFleet, ...] = ()
     """Replays of the last minutes, which need not be repeated if they are clear enough."""
     predict_current: bool = False
@@ -317,3 +326,118 @@ def duration(ms: float) -> str:
     if ms >= 10_000.0:
         return f"{ms / 1000.0:.0f} s"
     return f"{ms / 1000.0:.2g} s" if ms >= 1000.0 else f"{ms:.0f} ms"
+
+
+# Puts together what a search by replay needs: the fleet, the offers and the learned speeds.
+#
+# The speed of a kind of node is the median over the nodes with the same GPU. A GPU without a measured node counts as
+# the most frequent one.
+
+MIN_KV_TOKENS: Final = 1024
+MAX_CONTEXT_STEPS: Final = 6.0
+"""A decode step reads the weights once and the KV cache of its context. A full cache is at most about this many times
+as large as the weights. With short answers the learned slope is mostly the prefills between tokens, and too high."""
+MIN_CPU_S: Final = 5.0
+MIN_INTERVALS: Final = 0.2
+"""If more requests arrive than expected, a search starts this many times `scaling.replay.interval_s` after the last
+one."""
+MAX_INTERVALS: Final = 1.5
+"""A search takes at most this many times `scaling.replay.interval_s`."""
+MAX_NODES: Final = 512
+"""Larger fleets are not replayed."""
+
+
+class CannotPlan(Exception):
+    """Why nothing can be replayed."""
+
+
+def router_settings(config: Config) -> Config:
+    """Return the settings that matter for routing, without names of nodes, keys and files."""
+    return Config(
+        routing=config.routing,
+        price=config.price,
+        admission=config.admission,
+        hedging=config.hedging,
+        islands=config.islands,
+        island_affinity=config.island_affinity,
+    )
+
+
+def plan_request(
+    inputs: ScalingInputs, offers: OfferSelector, terminating: Sequence[PaidNode], router: Config
+) -> PlanRequest:
+    """Return the request without what the planner adds. Raises CannotPlan."""
+    config, view = inputs.config, inputs.view
+    figures = node_figures(view)
+    removable = rank_candidates(inputs, any_node=not offers.offers)
+    names = [one.node.name for one in removable]
+    fixed = [node for node in inputs.serving if node.name not in names]
+    leaving = [one.node for one in reversed(removable)]  # the best candidate is the last one
+    nodes = [
+        *(FleetNode(one.gpu, one.island, _usd(one.usd_per_hour)) for one in fixed),
+        *(FleetNode(one.gpu, one.island, _usd(one.usd_per_hour)) for one in inputs.pending),
+        *(FleetNode(one.gpu, one.island, _usd(one.usd_per_hour)) for one in leaving),
+    ]
+    if not nodes:
+        raise CannotPlan("no node serves")
+    if len(nodes) > MAX_NODES:
+        raise CannotPlan(f"more than {MAX_NODES} nodes")
+    paid = [*(paid_node(node) for node in view.nodes if not node.unchecked), *inputs.pending, *terminating]
+    offered: dict[tuple[str, str], OfferedNode] = {}
+    for offer, most in offers.ranked(paid, inputs.speeds, view.now_s, view.stable.prefill_work or 0.0):
+        node = FleetNode(offer.gpu, offer.island, offer.usd_per_hour)
+        offered.setdefault((offer.gpu, offer.island), OfferedNode(offer.key, node, most))
+    starts_s = [offers.start_s(offer) for offer in offers.offers]
+    if not offers.offers:  # somebody else adds nodes, such as those there are
+        room = max(0, config.max_nodes - len(nodes))
+        offered[("", "")] = OfferedNode(("", "node"), _most_frequent(nodes), room)
+    places = {node.island for node in nodes} | {one.node.island for one in offered.values()}
+    round_trips = {one.island: offers.round_trip_ms(one) for one in offers.offers}
+    return PlanRequest(
+        nodes=tuple(nodes),
+        removable=len(leaving),
+        offers=tuple(offered.values()),
+        figures=figures,
+        round_trip_ms={place: round_trips.get(place, offers.island_round_trip_ms(place)) for place in places},
+        objective=config.objective,
+        margin=config.replay.margin,
+        max_requests=config.replay.max_requests,
+        lead_s=min(starts_s, default=0.0) + MIN_INTERVALS * config.replay.interval_s,
+        max_cpu_s=max(MIN_CPU_S, MAX_INTERVALS * config.replay.interval_s * config.replay.cpu_share),
+        router=router,
+    )
+
+
+def node_figures(view: FleetView) -> dict[str, NodeFigures]:
+    """Return the speed and memory of each GPU with a measured node, the most frequent one first. Raises CannotPlan."""
+    by_gpu: dict[str, list[NodeView]] = {}
+    for node in view.nodes:
+        if node.learned:
+            by_gpu.setdefault(node.gpu, []).append(node)
+    if not by_gpu:
+        raise CannotPlan("the speed of no node is known yet")
+    figures: dict[str, NodeFigures] = {}
+    for gpu, nodes in sorted(by_gpu.items(), key=lambda one: -len(one[1])):
+        capacities = [node.kv_tokens for node in nodes if node.kv_tokens >= MIN_KV_TOKENS]
+        if not capacities:
+            continue
+        steps_ms = [node.step_ms for node in nodes if node.step_ms > 0]
+        step_ms, kv_tokens = min([view.decode_base_ms, *([median(steps_ms)] if steps_ms else [])]), median(capacities)
+        slope_ms = max(0.0, view.slope_ms) if isfinite(view.slope_ms) else 0.0
+        figures[gpu] = NodeFigures(
+            ms_per_token=median(node.long_ms_per_token for node in nodes),
+            step_ms=step_ms,
+            slope_ms=min(slope_ms, MAX_CONTEXT_STEPS * step_ms / kv_tokens),
+            kv_tokens=int(kv_tokens),
+        )
+    if not figures:
+        raise CannotPlan("no node reports the size of its KV cache")
+    return figures
+
+
+def _most_frequent(nodes: Iterable[FleetNode]) -> FleetNode:
+    return Counter(nodes).most_common(1)[0][0]
+
+
+def _usd(usd_per_hour: float) -> float:
+    return usd_per_hour if isfinite(usd_per_hour) else 0.0

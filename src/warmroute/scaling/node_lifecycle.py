@@ -1,15 +1,20 @@
-"""The lifecycle of a node that a provisioner creates, from the request to its termination: a state machine without I/O.
+"""The lifecycle of a node that a provisioner creates, from the request to its termination: a state machine without
+I/O.
 
     state         event                                next state     time limit
-    -----------   ----------------------------------   ------------   ------------------------------------------------
+    -----------   ----------------------------------   ------------
+    ------------------------------------------------
     REQUESTED     the provisioner accepts it           BOOTING        REQUEST_TIMEOUT_S
     BOOTING       its machine has an address           LOADING        boot_timeout_s
     LOADING       a health check passes                WARMING        load_timeout_s
-    WARMING       the hot prefixes are prefilled       SERVING        PREWARM_TIMEOUT_S; then it serves without them
+    WARMING       the hot prefixes are prefilled       SERVING        PREWARM_TIMEOUT_S; then it serves without
+    them
     SERVING       remove it                            DRAINING
-    DRAINING      its last request has ended           TERMINATING    drain_timeout_s; then it is terminated anyway
+    DRAINING      its last request has ended           TERMINATING    drain_timeout_s; then it is terminated
+    anyway
     TERMINATING   its machine is gone                  TERMINATED
-    before        remove it, or its time limit ends    TERMINATING    (a start that fails makes its offer back off)
+    before        remove it, or its time limit ends    TERMINATING    (a start that fails makes its offer back
+    off)
     SERVING
     any           its machine is gone                  TERMINATED
 
@@ -24,8 +29,8 @@ from math import inf
 from typing import Final
 
 from warmroute.config import Scaling
-from warmroute.fleet.node import Node
-from warmroute.scaling.offer import Offer
+from warmroute.core.node import Node
+from warmroute.scaling.offers import Offer
 
 REQUEST_TIMEOUT_S: Final = 120.0
 """Time for a provisioner to accept a request for a node."""

@@ -1,31 +1,33 @@
-"""Collects what a scaling decision is made from: the demand meter once an interval, and the fleet's current state.
-
-    DemandMeter (only grows)  ── read once an interval ──> Sample ── the samples of a window ──> WindowMetrics
-    Fleet, CacheView          ── current state ──────────> NodeView, one for each node
-
-The service and replay both use it.
-"""
+"""What a decision is made from: samples of the fleet, their windows, and impossible values removed."""
 
 from __future__ import annotations
 
 from array import array
+from collections import deque
 from collections.abc import Callable, Iterable
-from math import inf
-from typing import Final
+from math import inf, isfinite
+from typing import Any, Final, TypeVar
 
 import msgspec
 
-from warmroute.config.node_settings import Role
-from warmroute.config.scaling_settings import Pool
-from warmroute.fleet.decode_speed import DEFAULT_BASE_MS, DEFAULT_SLOPE_MS
-from warmroute.fleet.demand import COUNTERS, DemandMeter, good_ttft_ms, percentile_ms, share_within
-from warmroute.fleet.fleet import Fleet
-from warmroute.fleet.health import HealthState
-from warmroute.fleet.node import Node
-from warmroute.fleet.node_speed import DEFAULT_MS_PER_TOKEN
-from warmroute.index.cache_view import CacheView
+from warmroute.config import Scaling
+from warmroute.config.nodes import Role
+from warmroute.config.scaling import Pool
+from warmroute.core.cache_view import CacheView
+from warmroute.core.demand import COUNTERS, DemandMeter, good_ttft_ms, percentile_ms, share_within
+from warmroute.core.fleet import Fleet
+from warmroute.core.health import HealthState
+from warmroute.core.node import Node
+from warmroute.core.speeds import DEFAULT_BASE_MS, DEFAULT_MS_PER_TOKEN, DEFAULT_SLOPE_MS
 from warmroute.scaling.node_lifecycle import LifecycleState, ManagedNode
-from warmroute.scaling.offer import OfferKey
+from warmroute.scaling.offers import OfferKey, is_quantity
+
+# Collects what a scaling decision is made from: the demand meter once an interval, and the fleet's current state.
+#
+#     DemandMeter (only grows)  ── read once an interval ──> Sample ── the samples of a window ──> WindowMetrics
+#     Fleet, CacheView          ── current state ──────────> NodeView, one for each node
+#
+# The service and replay both use it.
 
 ROUNDING: Final = 1e-6
 """A difference of two sums below this fraction of the larger one is a rounding error."""
@@ -144,13 +146,13 @@ class FleetView(msgspec.Struct, kw_only=True):
     waiting: int = 0
     """Requests that wait at the router now, also for the first node."""
     slope_ms: float = DEFAULT_SLOPE_MS
-    """Additional decode time per output token for each token of context (fleet/decode_speed.py)."""
+    """Additional decode time per output token for each token of context (core/speeds.py)."""
     decode_base_ms: float = DEFAULT_BASE_MS
     """Decode time per output token over an empty context."""
     idle_s: float = 0.0
     """Time since the last request, or since the autoscaler started."""
     reuse_within: Callable[[float], float] = lambda _age_s: 0.0
-    """Fraction of block uses that follow an earlier use within this many seconds (index/reuse.py)."""
+    """Fraction of block uses that follow an earlier use within this many seconds (core/reuse.py)."""
     reuse_chance: Callable[[float], float] = lambda _age_s: 0.0
     """Probability that a block unused for this many seconds is used again."""
     growth_per_s: float = 0.0
@@ -332,3 +334,120 @@ class FleetObserver:
 
 def _difference(after: array[int], before: array[int]) -> array[int]:
     return array("q", [a - b for a, b in zip(after, before, strict=True)])
+
+
+# The last samples in two windows: a stable one for decisions and a short one that detects a panic. A longer window
+# measures the trend of the load, so that nodes that take minutes to start are requested early enough.
+
+MAX_SAMPLES: Final = 2048
+MIN_TREND_SAMPLES: Final = 12
+STANDARD_ERRORS: Final = 1.0
+"""A trend counts minus this many standard errors, so that noise is no trend."""
+_ARRIVED: Final = COUNTERS.index("arrived")
+
+
+class MetricWindows:
+    def __init__(self, config: Scaling) -> None:
+        self.config = config
+        self._samples: deque[Sample] = deque(maxlen=MAX_SAMPLES)
+
+    def add(self, sample: Sample) -> None:
+        samples, config = self._samples, self.config
+        if sample.span_s > 0:
+            samples.append(sample)
+        longest_s = max(config.stable_window_s, config.trend_window_s)
+        while len(samples) > 1 and samples[0].at_s <= sample.at_s - longest_s:
+            samples.popleft()
+
+    def _last(self, window_s: float, pool: Pool | None = None) -> WindowMetrics:
+        if not self._samples:
+            return WindowMetrics()
+        since_s = self._samples[-1].at_s - window_s
+        return summarize((sample for sample in self._samples if sample.at_s > since_s + 1e-6), pool)
+
+    @property
+    def stable(self) -> WindowMetrics:
+        return self._last(self.config.stable_window_s)
+
+    @property
+    def panic(self) -> WindowMetrics:
+        return self._last(self.config.panic_window_s)
+
+    def of_pool(self, pool: Pool) -> tuple[WindowMetrics, WindowMetrics]:
+        """Return the stable window and the panic window of one pool."""
+        return self._last(self.config.stable_window_s, pool), self._last(self.config.panic_window_s, pool)
+
+    @property
+    def growth_per_s(self) -> float:
+        """The relative growth of the load per second: the slope of a line through the arrivals of `trend_window_s`. 0
+        if chance alone could explain it."""
+        config, samples = self.config, self._samples
+        if not config.trend_window_s or not samples:
+            return 0.0
+        since_s = samples[-1].at_s - config.trend_window_s
+        points = [(s.at_s, s.counts[_ARRIVED] / s.span_s) for s in samples if s.at_s > since_s]
+        count = len(points)
+        if count < MIN_TREND_SAMPLES or points[-1][0] - points[0][0] < 0.5 * config.trend_window_s:
+            return 0.0
+        mean_t = sum(t for t, _ in points) / count
+        mean_y = sum(y for _, y in points) / count
+        spread = sum((t - mean_t) ** 2 for t, _ in points)
+        slope = sum((t - mean_t) * (y - mean_y) for t, y in points) / spread
+        residual = sum((y - mean_y - slope * (t - mean_t)) ** 2 for t, y in points)
+        margin = STANDARD_ERRORS * (residual / (count - 2) / spread) ** 0.5
+        certain = max(0.0, slope - margin) if slope > 0 else min(0.0, slope + margin)
+        level = mean_y + slope * (points[-1][0] - mean_t)
+        return certain / level if level > 0 else 0.0
+
+
+# Replaces impossible metrics in a fleet view: not a number, below 0, or a speed that no hardware has. The autoscaler
+# treats such a value as unknown and reports it.
+
+T = TypeVar("T", WindowMetrics, NodeView)
+
+_LIMITS: Final = {
+    "hit_ratio": (0.0, 1.0),
+    "good_ratio": (0.0, 1.0),
+    "ms_per_token": (1e-6, 1e6),
+    "long_ms_per_token": (1e-6, 1e6),
+}
+"""The possible range of a field, where 0 to infinity is too wide."""
+_NODE_FIELDS: Final = (
+    "usd_per_hour", "kv_usage", "ms_per_token", "long_ms_per_token", "step_ms", "cache_blocks", "kv_tokens",
+    "held_blocks", "oldest_age_s", "queued",
+)  # fmt: skip
+
+
+def sanitize(view: FleetView, problems: list[str]) -> FleetView:
+    """Return the view without impossible values, and append a sentence to `problems` for each of them."""
+    return msgspec.structs.replace(
+        view,
+        stable=_window(view.stable, problems),
+        panic=_window(view.panic, problems),
+        growth_per_s=view.growth_per_s if isfinite(view.growth_per_s) else 0.0,
+        nodes=tuple(_node(node, problems) for node in view.nodes),
+        waiting=max(0, view.waiting),
+    )
+
+
+def _window(window: WindowMetrics, problems: list[str]) -> WindowMetrics:
+    return _replace_impossible(window, WindowMetrics(), WindowMetrics.__struct_fields__, "", problems)
+
+
+def _node(node: NodeView, problems: list[str]) -> NodeView:
+    sanitized = _replace_impossible(node, NodeView(name=""), _NODE_FIELDS, f" of node {node.name}", problems)
+    if (sanitized.ms_per_token, sanitized.long_ms_per_token) != (node.ms_per_token, node.long_ms_per_token):
+        return msgspec.structs.replace(sanitized, learned=False)
+    return sanitized
+
+
+def _replace_impossible(values: T, unknown: T, fields: Iterable[str], whose: str, problems: list[str]) -> T:
+    changed: dict[str, Any] = {}
+    for field in fields:
+        value = getattr(values, field)
+        least, most = _LIMITS.get(field, (0.0, inf))
+        if value is None or (is_quantity(value) and least <= value <= most):
+            continue
+        changed[field] = getattr(unknown, field)
+        problems.append(f"ignoring {field} {value}{whose}")
+    return msgspec.structs.replace(values, **changed) if changed else values

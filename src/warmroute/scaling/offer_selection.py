@@ -1,12 +1,13 @@
-"""Selects the offer for the next node: the cheapest for its speed, of those that are available and start fast enough.
+"""Selects the offer for the next node: the cheapest for its speed, of those that are available and start fast
+enough.
 
     cost = usd_per_hour / weight · (1 + start_s / STAY_S)
 
-A machine costs money while it boots, so its start time counts against the time that it will stay. In panic mode the
-autoscaler skips offers that start more than twice as slowly as the fastest. It always skips offers whose nodes could
-not keep `max_ttft_p99_ms`, since the round trip and the prefill of an average prompt take longer, or
-`max_latency_p99_ms`, since the round trip alone does. An offer that was refused, or whose node failed to start, backs
-off: for `offer_backoff_s`, twice as long each time, until one of its nodes serves.
+A machine costs money while it boots, so its start time counts against the time that it will stay. In panic mode
+the autoscaler skips offers that start more than twice as slowly as the fastest. It always skips offers whose
+nodes could not keep `max_ttft_p99_ms`, since the round trip and the prefill of an average prompt take longer, or
+`max_latency_p99_ms`, since the round trip alone does. An offer that was refused, or whose node failed to start,
+backs off: for `offer_backoff_s`, twice as long each time, until one of its nodes serves.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from typing import Final
 import msgspec
 
 from warmroute.config import Scaling
-from warmroute.config.scaling_settings import Pool
+from warmroute.config.scaling import Pool
 from warmroute.scaling.capacity import GpuSpeeds
-from warmroute.scaling.fleet_observer import pool_of
-from warmroute.scaling.offer import Offer, OfferKey, is_quantity, price_problem
+from warmroute.scaling.observer import pool_of
+from warmroute.scaling.offers import Offer, OfferKey, is_quantity, price_problem
 from warmroute.scaling.scaling_decision import PaidNode
 
 STAY_S: Final = 3600.0

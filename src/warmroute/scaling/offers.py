@@ -13,7 +13,7 @@ from typing import Any, Final
 import msgspec
 
 from warmroute.config import ProvisionerConfig
-from warmroute.config.node_settings import Role
+from warmroute.config.nodes import Role
 from warmroute.event_log import EventLog
 
 log = EventLog("warmroute.scaling")

@@ -1,19 +1,99 @@
-"""The controller's view of one provisioner: it limits the time of each call, logs each failure once, and keeps the last
-report.
-"""
+"""What a provisioner does, and its calls with bounds of time."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
-from typing import Final, TypeVar
+import os
+import re
+import secrets
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from enum import Enum
+from fnmatch import fnmatchcase
+from types import MappingProxyType
+from typing import Final, Protocol, TypeVar
 
 import msgspec
 
 from warmroute.config import ProvisionerConfig
+from warmroute.config.scaling import COMMON_VARIABLES
 from warmroute.event_log import EventLog
-from warmroute.scaling.offer import Offer
-from warmroute.scaling.provisioner import Machine, MachineState, Provisioner, ProvisionerError
+from warmroute.scaling.offers import Offer
+
+# The protocol of provisioners. Calls are asynchronous and return within the provisioner's `timeout_s`: an operation
+# that takes longer continues, and the status reports its outcome. Blocking libraries run in threads. A provisioner
+# keeps no state that a crash could lose: it finds its machines by the deployment's name, which each of them carries.
+
+TOKEN: Final = re.compile(r"n[0-9a-f]{16}")
+"""The form of a token, which tells our machines from others where a name is all there is."""
+
+
+def new_token() -> str:
+    """Return a unique token for a request for a node."""
+    return f"n{secrets.token_hex(8)}"
+
+
+class MachineState(Enum):
+    PENDING = "pending"  # requested, no address yet
+    RUNNING = "running"  # has an address; its engine may still be loading
+    TERMINATING = "terminating"
+    TERMINATED = "terminated"  # gone, and no longer paid for; a status may omit it
+
+
+class Machine(msgspec.Struct, frozen=True, kw_only=True):
+    """A machine as its provisioner reports it."""
+
+    id: str
+    """The provider's name of it."""
+    token: str
+    """The token of the request that created it."""
+    offer: str
+    """Name of its offer; empty if unknown."""
+    state: MachineState
+    url: str = ""
+    """Where its engine will listen, once known."""
+    reclaimed: bool = False
+    """The cloud will take it back soon, or it has stopped and is still paid for: drain and terminate it now."""
+    reason: str = ""
+    """Why it is in this state, in the provider's words."""
+    island: str = ""
+    """Its island; empty for the one of its offer."""
+    removable: bool = True
+    """Whether it could be terminated now. A StatefulSet or LeaderWorkerSet can only remove its last Pod."""
+
+
+class ProvisionerError(Exception):
+    """A call failed. The message is a sentence for the operator. A later call may succeed."""
+
+
+class NoCapacity(ProvisionerError):
+    """The provider has no such machine now, or the quota is used up: another offer may work."""
+
+
+class ProvisionerTimeout(ProvisionerError, TimeoutError):
+    """A call did not return in time, so its outcome is unknown. The status will show it."""
+
+
+class Provisioner(Protocol):
+    name: str
+
+    async def offers(self) -> list[Offer]:
+        """Return what is available now. Raises ProvisionerError."""
+
+    async def provision(self, offer: Offer, token: str) -> None:
+        """Request one machine. A second call with the same token creates nothing. Raises NoCapacity,
+        ProvisionerTimeout, ProvisionerError."""
+
+    async def status(self) -> list[Machine]:
+        """Return every machine of this deployment, also if another router requested it. Raises ProvisionerError."""
+
+    async def terminate(self, machine: Machine) -> None:
+        """Terminate a machine. One that is gone already is no error. Raises ProvisionerError."""
+
+    async def close(self) -> None: ...
+
+
+# The controller's view of one provisioner: it limits the time of each call, logs each failure once, and keeps the last
+# report.
 
 log = EventLog("warmroute.scaling")
 T = TypeVar("T")
@@ -175,3 +255,22 @@ class ProvisionerClient:
         elif before:
             log.info("provisioner_call_recovered", provisioner=self.name, call=call)
         return answer
+
+
+# The environment of the programs that provisioners run: a few harmless variables, and those that `pass_env` names.
+#
+# The router's own environment contains its secrets: API keys of engines, tokens, other provisioners' credentials.
+
+OF_KIND: Final = {
+    "kubernetes": ("KUBECONFIG", "KUBERNETES_*"),
+    "process": ("LD_LIBRARY_PATH", "CUDA_*", "NVIDIA_*"),
+    "skypilot": ("SKYPILOT_*",),
+}
+"""What the programs of a kind need to find their hardware or server."""
+
+
+def child_environment(config: ProvisionerConfig, added: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
+    """Return the environment of a program. `added`: variables of the provisioner itself."""
+    patterns = (*COMMON_VARIABLES, *OF_KIND.get(config.kind, ()), *config.pass_env)
+    found = {name: value for name, value in os.environ.items() if any(fnmatchcase(name, one) for one in patterns)}
+    return {**found, **added}

@@ -1,6 +1,6 @@
 """The router's own traffic of the last minutes, for scaling by replay: lengths and hashes, never text.
 
-It is a sink of the capture (capture/capture.py), which hands over a line for each request that has ended. Memory is
+It is a sink of the capture (app/capture.py), which hands over a line for each request that has ended. Memory is
 bounded by MAX_BYTES. A router with more traffic than that keeps half of the conversations, then a quarter, and so on:
 whole conversations, so that caches work in a replay as they do for the rest.
 """
@@ -27,7 +27,7 @@ _MASK: Final = (1 << 32) - 1
 
 
 class _Row(msgspec.Struct, gc=False):
-    """The fields of a line that this module needs (capture/trace_row.py)."""
+    """The fields of a line that this module needs (core/trace_row.py)."""
 
     timestamp: float
     input_length: int

@@ -6,10 +6,10 @@ from typing import Final
 
 import msgspec
 
-from warmroute.config.node_settings import Role
-from warmroute.config.scaling_settings import Pool
+from warmroute.config.nodes import Role
+from warmroute.config.scaling import Pool
 from warmroute.event_log import EventLog
-from warmroute.scaling.offer import Offer, OfferKey
+from warmroute.scaling.offers import Offer, OfferKey
 
 log = EventLog("warmroute.scaling")
 

@@ -14,23 +14,21 @@ from typing import Any, Protocol
 import msgspec
 
 from warmroute.config import Config, ConfigError, missing_extra
-from warmroute.config.scaling_settings import Pool
+from warmroute.config.scaling import Pool
+from warmroute.core.cache_view import CacheView
+from warmroute.core.demand import DemandMeter
+from warmroute.core.fleet import Fleet
+from warmroute.core.hot_prefixes import HotPrefixes
 from warmroute.event_log import EventLog
-from warmroute.fleet.demand import DemandMeter
-from warmroute.fleet.fleet import Fleet
-from warmroute.index.cache_view import CacheView
-from warmroute.index.hot_prefixes import HotPrefixes
 from warmroute.scaling.autoscaler import Autoscaler
-from warmroute.scaling.controller_loop import ControllerLoop, LeaderLease, NodeRegistry
-from warmroute.scaling.leader_lock import LeaderLock
+from warmroute.scaling.control_loop import ControllerLoop, LeaderLease, NodeRegistry, Post, PrefixPrefiller
+from warmroute.scaling.fleet_plan import router_settings
+from warmroute.scaling.lease import LeaderLock
 from warmroute.scaling.node_lifecycle import LifecycleState
-from warmroute.scaling.plan_request import router_settings
-from warmroute.scaling.planning_process import PlanningProcess
-from warmroute.scaling.prewarm import Post, PrefixPrefiller
-from warmroute.scaling.provisioner_client import ProvisionerClient
+from warmroute.scaling.provisioner import ProvisionerClient
 from warmroute.scaling.provisioners import create_provisioner
 from warmroute.scaling.recent_traffic import RecentTraffic
-from warmroute.scaling.replay_planner import PlannerStats
+from warmroute.scaling.replay_planner import PlannerStats, PlanningProcess
 from warmroute.scaling.scaling_decision import PoolDecision
 
 log = EventLog("warmroute.scaling")

@@ -12,13 +12,13 @@ from http.client import HTTPException, HTTPResponse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from warmroute.cli.admin_client import add_admin_options, call_admin, open_admin
-from warmroute.cli.arguments import number, output_file, port, whole
+from warmroute.app.commands import add_admin_options, call_admin, number, open_admin, output_file, port, whole
 from warmroute.config import Config, ConfigError
 
 if TYPE_CHECKING:
-    from warmroute.capture.capture import Sink
-    from warmroute.service.mirror import Mirror
+    from warmroute.app.capture import Sink
+    from warmroute.app.mirror import Mirror
+
 
 EPILOG = """\
 From a running router (its admin listener), until Ctrl-C or for some minutes:
@@ -174,9 +174,9 @@ def _conclude(out: Path | str, requests: int, why: str) -> None:
 def _capture_mirror(args: argparse.Namespace) -> int:
     import uvloop
 
-    from warmroute.capture.capture_files import CaptureDirectory, CaptureFile
-    from warmroute.service.mirror import Mirror
-    from warmroute.telemetry import log as logs
+    from warmroute.app import log as logs
+    from warmroute.app.capture import CaptureDirectory, CaptureFile
+    from warmroute.app.mirror import Mirror
 
     config = _read_config(args)
     logs.set_up(config.log)
@@ -218,7 +218,7 @@ def _read_config(args: argparse.Namespace) -> Config:
 
 
 async def _run_mirror(args: argparse.Namespace, config: Config, sink: Sink) -> Mirror:
-    from warmroute.service.mirror import Mirror
+    from warmroute.app.mirror import Mirror
 
     mirror = Mirror(config, args.output_tokens)
     stopped = asyncio.Event()

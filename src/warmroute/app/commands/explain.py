@@ -14,14 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 from urllib.parse import quote, urlencode
 
-from warmroute.cli.admin_client import add_admin_options, call_admin
-from warmroute.cli.arguments import whole
-from warmroute.cli.column_tables import TableColumn, fit_tables
-from warmroute.cli.terminal import console
+from warmroute.app.commands import TableColumn, add_admin_options, call_admin, console, fit_tables, whole
 from warmroute.config import ConfigError
 
 if TYPE_CHECKING:
     from rich.table import Table
+
 
 MAX_NAME: Final = 32
 """Characters of a model's or tenant's name in the list."""

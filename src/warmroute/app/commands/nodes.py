@@ -8,9 +8,7 @@ from collections.abc import Callable
 from typing import Any, Final
 from urllib.parse import quote
 
-from warmroute.cli.admin_client import add_admin_options, call_admin
-from warmroute.cli.column_tables import TableColumn, fit_tables
-from warmroute.cli.terminal import console
+from warmroute.app.commands import TableColumn, add_admin_options, call_admin, console, fit_tables
 
 NAMES: Final = ("nodes", "drain", "undrain")
 Row = dict[str, Any]

@@ -8,17 +8,25 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from warmroute.cli.arguments import add_warm_up_option, number, output_file, whole
-from warmroute.cli.column_tables import TableColumn, fit_tables
-from warmroute.cli.terminal import console, progress_bar, write_json
+from warmroute.app.commands import (
+    TableColumn,
+    add_warm_up_option,
+    console,
+    fit_tables,
+    number,
+    output_file,
+    progress_bar,
+    whole,
+    write_json,
+)
 from warmroute.config import ConfigError, Objective, ScalingReplay
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from warmroute.replay import Setup
-    from warmroute.replay.load_margin import LoadMargin
-    from warmroute.replay.sizing import Limits, NodesNeeded
+    from warmroute.lab.run import Setup
+    from warmroute.lab.sizing import Limits, LoadMargin, NodesNeeded
+
 
 EPILOG = """\
 WORKLOAD is a trace (.jsonl or .jsonl.gz in Mooncake's format) or a generator, as in `warmroute replay`.
@@ -106,10 +114,10 @@ def parse_duration_ms(text: str) -> float:
 
 
 def run(args: argparse.Namespace) -> int:
-    from warmroute.replay import BadPolicy
-    from warmroute.replay.expected_arrivals import load_rises
-    from warmroute.replay.workloads.catalog import BadWorkload
-    from warmroute.replay.workloads.trace import BadTrace
+    from warmroute.lab.replay_setup import BadPolicy
+    from warmroute.lab.sizing import load_rises
+    from warmroute.lab.workloads import BadWorkload
+    from warmroute.lab.workloads.trace import BadTrace
 
     try:
         results, limits, margin = plan(args)
@@ -138,9 +146,8 @@ def run(args: argparse.Namespace) -> int:
 
 def plan(args: argparse.Namespace) -> tuple[list[NodesNeeded], Limits, LoadMargin | None]:
     """Find the nodes that each policy needs. Raises ConfigError, BadWorkload, BadTrace or BadPolicy."""
-    from warmroute.replay import parse_policy
-    from warmroute.replay.load_margin import load_margin, with_load
-    from warmroute.replay.sizing import Limits, nodes_needed
+    from warmroute.lab.replay_setup import parse_policy
+    from warmroute.lab.sizing import Limits, load_margin, nodes_needed, with_load
 
     p50, p90, p99, inter_token = args.ttft_p50, args.ttft_p90, args.ttft_p99, args.inter_token_p90
     given = p50 or p90 or p99 or inter_token
@@ -173,10 +180,11 @@ def plan(args: argparse.Namespace) -> tuple[list[NodesNeeded], Limits, LoadMargi
 
 
 def _setup(args: argparse.Namespace) -> Setup:
-    from warmroute.fake_engine.profiles import profile
-    from warmroute.replay import Setup, parse_policy
-    from warmroute.replay.simulation.conditions import Conditions, NodeSpec
-    from warmroute.replay.workloads.catalog import parse_workload
+    from warmroute.lab.engine.timing import profile
+    from warmroute.lab.replay_setup import parse_policy
+    from warmroute.lab.run import Setup
+    from warmroute.lab.simulated_node import Conditions, NodeSpec
+    from warmroute.lab.workloads import parse_workload
 
     try:
         node = NodeSpec("node-0", profile(args.profile))
@@ -197,8 +205,8 @@ def _setup(args: argparse.Namespace) -> Setup:
 def result_tables(results: list[NodesNeeded], args: argparse.Namespace, limits: Limits, width: int) -> Iterator[Table]:
     from rich.text import Text
 
-    from warmroute.fake_engine.profiles import profile
-    from warmroute.replay.report.table import ms, number
+    from warmroute.lab.engine.timing import profile
+    from warmroute.lab.report import ms, number
 
     targets = ", ".join(f"TTFT {key} within {ms(limit)}" for key, limit in limits.given)
     if limits.inter_token_p90_ms:
@@ -232,7 +240,7 @@ def result_tables(results: list[NodesNeeded], args: argparse.Namespace, limits: 
 def summary_lines(
     results: list[NodesNeeded], args: argparse.Namespace, limits: Limits, margin: LoadMargin | None
 ) -> list[str]:
-    from warmroute.fake_engine.profiles import profile
+    from warmroute.lab.engine.timing import profile
 
     gpus = profile(args.profile).gpus
     first, *others = results
@@ -257,7 +265,7 @@ def _count_of_gpus(count: int) -> str:
 
 
 def _failure(one: NodesNeeded, args: argparse.Namespace, limits: Limits) -> str:
-    from warmroute.replay.report.table import ms
+    from warmroute.lab.report import ms
 
     limit = one.unreachable_limit(limits)
     if limit is None:

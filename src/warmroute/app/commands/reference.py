@@ -1,20 +1,121 @@
-"""warmroute monitoring: writes Grafana's dashboard and Prometheus' alert rules, and a page about the rules."""
+"""Generated pages and files: warmroute config-reference, metrics-reference and monitoring."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from warmroute.cli.arguments import number
+import msgspec
+
+from warmroute.app.commands import number
+from warmroute.config import describe_keys, tables
+from warmroute.config.file import RESTART_KEYS
+
+# warmroute config-reference: prints the configuration reference (docs/reference/configuration.md).
+
+CONFIG_INTRODUCTION = """\
+# Configuration
+
+`warmroute serve --config FILE` reads one TOML file; `warmroute check-config FILE` checks it. An unknown key is an error
+that names the nearest known key.
+
+The router reloads the file when it changes and on SIGHUP. Running requests continue. If the file is invalid, the router
+logs the error and keeps the previous configuration. These tables and keys take effect only after a restart: {restart}.
+
+`warmroute config-reference` generates this page.
+"""
+
+
+def add_config_reference(commands: Any) -> None:
+    parser: argparse.ArgumentParser = commands.add_parser("config-reference")
+    parser.set_defaults(run=run_config_reference)
+
+
+def run_config_reference(_args: argparse.Namespace) -> int:
+    print(config_reference(), end="")
+    return 0
+
+
+def config_reference() -> str:
+    return "\n".join(_lines())
+
+
+def _lines() -> Iterator[str]:
+    headings = {name: f"[[{name}]]" if repeatable else f"[{name}]" for name, _section, repeatable in tables()}
+    yield CONFIG_INTRODUCTION.format(restart=", ".join(f"`{headings.get(name, name)}`" for name in RESTART_KEYS))
+    for name, section, repeatable in tables():
+        yield f"## `{headings[name]}`"
+        yield ""
+        yield " ".join((section.__doc__ or "").split()) + (" Repeatable." if repeatable else "")
+        yield ""
+        yield "| key | type | default | |"
+        yield "| --- | --- | --- | --- |"
+        for key in describe_keys(section):
+            if key.default is msgspec.NODEFAULT:
+                default = "required"
+            else:
+                default = "unset" if key.default is None else f"`{_toml(key.default)}`"
+            yield f"| `{key.name}` | {key.type_name} | {default} | {key.description} |"
+        yield ""
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return f'"{value}"'
+    if isinstance(value, tuple):
+        return "[" + ", ".join(_toml(item) for item in value) + "]"
+    return f"{value:_}" if isinstance(value, int) and value > 65_535 else str(value)
+
+
+# warmroute metrics-reference: prints the metrics reference, generated from app/metrics/__init__.py.
+
+METRICS_INTRODUCTION = """\
+# Metrics
+
+The admin listener exports these metrics at `/metrics`, in the text format of Prometheus. `warmroute metrics-reference`
+generates this page. A dashboard and alert rules use them: [Dashboards and alerts](../guides/dashboards-and-alerts.md).
+
+Counters are totals since the start. Tokens, times and savings count complete responses with a status below 400, when
+they end. Labels are bounded: the router counts up to 256 pairs of model and route, 2,048 of model and tenant and 4,096
+of model and node apart, and all others as model `(other)`. It forgets the counters of a node that leaves the fleet.
+"""
+
+
+def add_metrics_reference(commands: Any) -> None:
+    parser: argparse.ArgumentParser = commands.add_parser("metrics-reference")
+    parser.set_defaults(run=run_metrics_reference)
+
+
+def run_metrics_reference(_args: argparse.Namespace) -> int:
+    print(metrics_reference(), end="")
+    return 0
+
+
+def metrics_reference() -> str:
+    from warmroute.app.metrics import LABELS, METRICS
+
+    lines = [METRICS_INTRODUCTION, "| metric | type | labels | |", "| --- | --- | --- | --- |"]
+    for metric in METRICS:
+        labels = ", ".join(f"`{label}`" for label in metric.labels)
+        lines.append(f"| `{metric.name}` | {metric.kind} | {labels} | {metric.help} |")
+    lines += ["", "## Labels", "", "| label | value |", "| --- | --- |"]
+    lines += [f"| `{label}` | {text} |" for label, text in LABELS.items()]
+    return "\n".join(lines) + "\n"
+
+
+# warmroute monitoring: writes Grafana's dashboard and Prometheus' alert rules, and a page about the rules.
 
 GRAFANA_FILE = "grafana/warmroute.json"
 RULES_FILE = "prometheus/alerts.yaml"
 MOST_SHARE = 0.99999
 
 
-def add_to(commands: Any) -> None:
+def add_monitoring(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "monitoring",
         help="write Grafana's dashboard and Prometheus' alert rules",
@@ -40,14 +141,13 @@ def add_to(commands: Any) -> None:
     )  # fmt: skip
     parser.add_argument("--reference", type=Path, metavar="FILE", help="also write the page that explains the alerts")
     parser.add_argument("--check", action="store_true", help="write nothing, fail if a file is not up to date")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run_monitoring)
 
 
-def run(args: argparse.Namespace) -> int:
-    from warmroute.monitoring.alert_rules import Thresholds, alert_rules
-    from warmroute.monitoring.grafana import render_dashboard
-    from warmroute.monitoring.rule_file import render_reference, render_rules
-    from warmroute.telemetry.traffic_metrics import WAIT_BUCKETS
+def run_monitoring(args: argparse.Namespace) -> int:
+    from warmroute.app.metrics.page import WAIT_BUCKETS
+    from warmroute.app.monitoring.alert_rules import Thresholds, alert_rules, render_reference, render_rules
+    from warmroute.app.monitoring.dashboard import render_dashboard
 
     thresholds = Thresholds()
     if args.ttft_seconds is not None:

@@ -6,16 +6,27 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from warmroute.cli.arguments import add_warm_up_option, fraction, number, output_file, several, whole
-from warmroute.cli.terminal import console, print_runs, progress_bar, write_json
+from warmroute.app.commands import (
+    add_warm_up_option,
+    console,
+    fraction,
+    number,
+    output_file,
+    print_runs,
+    progress_bar,
+    several,
+    whole,
+    write_json,
+)
 from warmroute.config import ConfigError
-from warmroute.config.node_settings import Role
+from warmroute.config.nodes import Role
 
 if TYPE_CHECKING:
-    from warmroute.replay import Run, Setup
-    from warmroute.replay.measured import Measured
-    from warmroute.replay.simulation.conditions import Conditions, NodeSpec
-    from warmroute.replay.simulation.simulated_scaling import ScalingSetup
+    from warmroute.lab.run import Setup
+    from warmroute.lab.simulated_node import Conditions, NodeSpec
+    from warmroute.lab.simulated_scaling import ScalingSetup
+    from warmroute.lab.summary import Measured, Run
+
 
 ROLES: tuple[Role, ...] = ("mixed", "prefill", "decode")
 STORE = "store"
@@ -206,10 +217,10 @@ def _add_scaling_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from warmroute.replay import BadPolicy
-    from warmroute.replay.simulation.fault_schedule import BadFault
-    from warmroute.replay.workloads.catalog import BadWorkload
-    from warmroute.replay.workloads.trace import BadTrace
+    from warmroute.lab.replay_setup import BadPolicy
+    from warmroute.lab.workloads import BadWorkload
+    from warmroute.lab.workloads.trace import BadTrace
+    from warmroute.lab.world import BadFault
 
     try:
         setups = create_setups(args)
@@ -221,7 +232,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         write_json(args.json, {"runs": runs, **({"measured": past} if past is not None else {})})
     if args.html:
-        from warmroute.replay.report.html_page import page
+        from warmroute.lab.html_report import page
 
         args.html.write_text(page(runs, _title(args), past), encoding="utf-8")
     return 0
@@ -232,9 +243,10 @@ def create_setups(args: argparse.Namespace) -> list[Setup]:
     import msgspec
 
     from warmroute.config import Scaling
-    from warmroute.replay import Setup, parse_policy
-    from warmroute.replay.simulation.fault_schedule import parse_fault
-    from warmroute.replay.workloads.catalog import parse_workload
+    from warmroute.lab.replay_setup import parse_policy
+    from warmroute.lab.run import Setup
+    from warmroute.lab.workloads import parse_workload
+    from warmroute.lab.world import parse_fault
 
     workload = parse_workload(args.workload, args.scale_rate)
     policies = [parse_policy(text) for text in args.policy or ("price", "round_robin")]
@@ -283,15 +295,15 @@ def _scalers(args: argparse.Namespace, nodes: tuple[NodeSpec, ...]) -> list[tupl
     if not args.autoscale and not args.scaler:
         _reject_scaling_flags(args)
         return [("", None, 0.0)]
-    from warmroute.replay import scaling_options
-    from warmroute.replay.planning.simulated_planning import SimulatedPlanning
-    from warmroute.replay.simulation.simulated_scaling import ScalingSetup
+    from warmroute.lab import replay_setup
+    from warmroute.lab.planning.search import SimulatedPlanning
+    from warmroute.lab.simulated_scaling import ScalingSetup
 
-    table, offers = scaling_options.read(args.offers) if args.offers else ({}, ())
+    table, offers = replay_setup.read(args.offers) if args.offers else ({}, ())
     if not offers:
         first = nodes[0]
         values = {"usd_per_hour": args.usd, "start_s": args.start}
-        offer = scaling_options.OfferTable(
+        offer = replay_setup.OfferTable(
             name=first.profile.name, profile=first.profile.name, island=first.island, quota=args.quota, **_given(values)
         )
         offers = (offer.offer(),)
@@ -301,24 +313,24 @@ def _scalers(args: argparse.Namespace, nodes: tuple[NodeSpec, ...]) -> list[tupl
         "max_nodes": args.max_nodes if args.max_nodes is not None else default_max,
         "max_ttft_p99_ms": args.ceiling,
     }
-    config = scaling_options.scaling_of({**table, **_given(flags)})
-    names = args.scaler or (scaling_options.OURS,)
-    if args.nodes > config.max_nodes and any(name != scaling_options.FIXED for name in names):
+    config = replay_setup.scaling_of({**table, **_given(flags)})
+    names = args.scaler or (replay_setup.OURS,)
+    if args.nodes > config.max_nodes and any(name != replay_setup.FIXED for name in names):
         raise ConfigError(
             f"--nodes {args.nodes} is above --max-nodes {config.max_nodes}: start with fewer nodes, or allow more"
         )
     fleet_usd = len(nodes) * offers[0].offer.usd_per_hour
     found: list[tuple[str, ScalingSetup | None, float]] = []
     for name in names:
-        if name == scaling_options.FIXED:
+        if name == replay_setup.FIXED:
             found.append((name, None, fleet_usd))
         else:
-            scaler = scaling_options.parse_scaler(name)
+            scaler = replay_setup.parse_scaler(name)
             setup = ScalingSetup(
                 config=config,
                 offers=offers,
                 decision_maker=scaler,
-                planning=SimulatedPlanning if name == scaling_options.OURS else None,
+                planning=SimulatedPlanning if name == replay_setup.OURS else None,
                 moves_prefixes=scaler is None,
             )
             found.append((name, setup, 0.0))
@@ -340,8 +352,8 @@ def _reject_scaling_flags(args: argparse.Namespace) -> None:
 def _conditions(args: argparse.Namespace) -> Conditions:
     import msgspec
 
-    from warmroute.fake_engine.core.shared_store import SharedStoreConfig
-    from warmroute.replay.simulation.conditions import Conditions, Island
+    from warmroute.lab.engine.blocks import SharedStoreConfig
+    from warmroute.lab.simulated_node import Conditions, Island
 
     values = {
         "poll_interval_s": args.poll_interval,
@@ -376,8 +388,8 @@ def _partition(text: str) -> tuple[float, float]:
 
 
 def _nodes(args: argparse.Namespace) -> tuple[NodeSpec, ...]:
-    from warmroute.fake_engine.profiles import profile
-    from warmroute.replay.simulation.conditions import NodeSpec
+    from warmroute.lab.engine.timing import profile
+    from warmroute.lab.simulated_node import NodeSpec
 
     try:
         profiles = [profile(name) for name in args.profile or ("2xh100-32b",)]
@@ -418,8 +430,8 @@ def _roles(texts: list[str], nodes: int) -> list[tuple[Role, str]]:
 
 def _measured(setup: Setup, args: argparse.Namespace) -> Measured | None:
     """Return what a capture measured, if the replay has its load."""
-    from warmroute.replay.measured import measure
-    from warmroute.replay.workloads.catalog import Trace
+    from warmroute.lab.summary import measure
+    from warmroute.lab.workloads import Trace
 
     changed = args.rate or args.concurrency or args.day or args.scale_rate != 1.0
     if not isinstance(setup.workload, Trace) or changed:
@@ -428,7 +440,7 @@ def _measured(setup: Setup, args: argparse.Namespace) -> Measured | None:
 
 
 def _replay_all(setups: list[Setup], args: argparse.Namespace, measured: Measured | None) -> list[Run]:
-    from warmroute.replay import replay
+    from warmroute.lab.run import replay
 
     runs: list[Run] = []
     with progress_bar(args.quiet) as bar:
@@ -437,7 +449,7 @@ def _replay_all(setups: list[Setup], args: argparse.Namespace, measured: Measure
             runs.append(replay(setup, lambda ended, task=task: bar.update(task, completed=ended)))  # type: ignore[misc]
             bar.remove_task(task)
     if not args.quiet:
-        from warmroute.replay.report.table import loop_name
+        from warmroute.lab.report import loop_name
 
         past = measured.run(setups[0].workload.name) if measured is not None else None
         out = console()

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from typing import IO, Any, Final
 
-from warmroute.cli.admin_client import add_admin_options, open_admin
+from warmroute.app.commands import add_admin_options, open_admin
 from warmroute.config import ConfigError
 
 RETRY_S: Final = 2.0
@@ -26,7 +26,7 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.live import Live
 
-    from warmroute.cli.top_view import LiveState, view
+    from warmroute.app.commands.top_view import LiveState, view
 
     console = Console()
     state = LiveState()

@@ -1,4 +1,4 @@
-"""Examines the configuration, its nodes and the fleet as a whole."""
+"""`warmroute doctor`: asks each node of a configuration what the router needs from it, and says what to change."""
 
 from __future__ import annotations
 
@@ -7,17 +7,16 @@ import socket
 from collections.abc import Iterator, Mapping
 from typing import Final
 
+from warmroute.app.doctor import checks
+from warmroute.app.doctor.answers import NodeFacts, NodeHttp, ask_node, send_sample, unreachable_endpoints
+from warmroute.app.doctor.checks import Check, Report, Subject, find_tokenizers, template_checks, tokenizer_checks
+from warmroute.app.startup import check_startup
 from warmroute.config import Config, ConfigError
-from warmroute.config.addresses import canonical_address
-from warmroute.doctor import node_checks as checks
-from warmroute.doctor.checks import Check, Report, Subject
-from warmroute.doctor.node_facts import NodeFacts, ask_node
-from warmroute.doctor.node_http import NodeHttp
-from warmroute.doctor.sample_request import send_sample, unreachable_endpoints
-from warmroute.doctor.tokenizer_checks import find_tokenizers, template_checks, tokenizer_checks
+from warmroute.config.clients import canonical_address
 from warmroute.edge.connection_pool import node_tls
-from warmroute.prompt.tokenizer_status import TokenizerStatus
-from warmroute.service.startup_checks import check_startup
+from warmroute.prompt.registry import TokenizerStatus
+
+# Examines the configuration, its nodes and the fleet as a whole.
 
 MAX_CONCURRENT: Final = 16
 """Nodes that are examined at the same time."""

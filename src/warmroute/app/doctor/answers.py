@@ -1,18 +1,104 @@
-"""What a node answers: its engine, models, metrics and KV event endpoints, read by the router's own parsers."""
+"""What a node answers, read by the router's own parsers."""
 
 from __future__ import annotations
 
+import asyncio
+import json
+import os
+import re
+import socket
+import ssl
+import time
 from dataclasses import dataclass, field
-from typing import Any
+from email.utils import parsedate_to_datetime
+from typing import Any, Final
 from urllib.parse import urlsplit
 
+import zmq
+import zmq.asyncio
+
 from warmroute.config import NodeConfig, node_name
-from warmroute.doctor.node_http import Answer, NodeHttp
-from warmroute.engines.engine_detection import detect_engine, engine_of_cards, metrics_paths, parse_load
-from warmroute.engines.kv_endpoints import KvEndpoint, configured_endpoints, parse_event_sources, parse_server_info
-from warmroute.engines.load_report import LoadReport, labels
-from warmroute.engines.served_models import read_cards
-from warmroute.fleet.reported_values import ReportedValues, decode_json
+from warmroute.core.node import LoadReport
+from warmroute.core.reported_values import ReportedValues, decode_json
+from warmroute.engines import detect_engine, engine_of_cards, metrics_paths, parse_load, read_cards
+from warmroute.engines.kv_subscription import KvEndpoint, configured_endpoints, parse_event_sources, parse_server_info
+from warmroute.engines.prometheus_page import labels
+from warmroute.http_client import open_response
+
+# Requests of the doctor to one node, each on its own connection.
+
+MAX_BYTES: Final = 8 << 20
+_DATE: Final = re.compile(rb"(?im)^date:[ \t]*([^\r\n]+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A response, or why there is none."""
+
+    status: int = 0
+    body: bytes = b""
+    clock_skew_s: float | None = None
+    """By how much the node's clock is ahead of this one, to about a second; None if the response has no date."""
+    error: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return self.status == 200
+
+
+class NodeHttp:
+    def __init__(self, node: NodeConfig, tls: ssl.SSLContext, timeout_s: float) -> None:
+        self._url = node.url.rstrip("/")
+        self._tls = tls if self._url.startswith("https://") else None
+        self._timeout_s = timeout_s
+        key = os.environ.get(node.api_key_env, "") if node.api_key_env else ""
+        self.has_key = bool(key)
+        """Whether the environment has an API key for the node."""
+        self._headers = [("Authorization", f"Bearer {key}")] if key else []
+
+    async def get(self, path: str) -> Answer:
+        return await self._request("GET", path, b"", self._timeout_s)
+
+    async def post(self, path: str, body: bytes, timeout_s: float | None = None) -> Answer:
+        return await self._request("POST", path, body, timeout_s or self._timeout_s)
+
+    async def _request(self, method: str, path: str, body: bytes, timeout_s: float) -> Answer:
+        started_s = time.time()
+        try:
+            async with (
+                asyncio.timeout(timeout_s),
+                open_response(method, self._url + path, body, self._headers, self._tls) as response,
+            ):
+                skew_s = _clock_skew_s(response.head.forwarded_fields, started_s, time.time())
+                return Answer(response.status, await response.read(MAX_BYTES), skew_s)
+        except TimeoutError:
+            return Answer(error=f"no answer within {timeout_s:g} s")
+        except ssl.SSLError as error:
+            return Answer(error=f"TLS failed: {error.reason or error}")
+        except (OSError, ValueError) as error:
+            return Answer(error=_reason(error))
+
+
+def _reason(error: Exception) -> str:
+    number = getattr(error, "errno", None)
+    if isinstance(error, socket.gaierror) or not isinstance(number, int) or number <= 0:
+        return str(getattr(error, "strerror", None) or error or type(error).__name__)
+    return os.strerror(number)  # asyncio's own text has the address, but not the reason
+
+
+def _clock_skew_s(fields: bytes, started_s: float, ended_s: float) -> float | None:
+    found = _DATE.search(fields)
+    if found is None:
+        return None
+    try:
+        date_s = parsedate_to_datetime(found[1].decode("ascii")).timestamp()
+    except (ValueError, OverflowError):
+        return None
+    # the date has no fraction of a second: the node's clock was between date_s and date_s + 1
+    return date_s - ended_s if date_s > ended_s else min(0.0, date_s + 1.0 - started_s)
+
+
+# What a node answers: its engine, models, metrics and KV event endpoints, read by the router's own parsers.
 
 _OWNERS = {"vllm": "vllm", "sglang": "sglang", "tensorrt_llm": "trtllm"}
 
@@ -113,7 +199,7 @@ async def _version(facts: NodeFacts, http: NodeHttp) -> str:
 
 
 async def _ask_kv_events(facts: NodeFacts, http: NodeHttp, reported: ReportedValues) -> None:
-    """As engines/kv_client.py does."""
+    """As engines/kv_subscription.py does."""
     config, host = facts.config, urlsplit(facts.config.url).hostname or ""
     if config.kv_events not in ("auto", "off"):
         facts.endpoints = configured_endpoints(config.kv_events, config.kv_replay, host)
@@ -156,3 +242,115 @@ def _object(answer: Answer) -> dict[str, Any]:
     except ValueError:
         return {}
     return value if isinstance(value, dict) else {}
+
+
+# A small request to a node: does the engine report cached tokens, and does it publish KV events?
+#
+# It has one output token, and a prompt that no request had before and that fills a few KV blocks, so that the engine
+# has something to publish. vLLM before 0.10 reports cached tokens only if there are any; so without a report the same
+# request is sent once more.
+
+CONNECT_S: Final = 2.0
+SUBSCRIBE_S: Final = 0.5
+"""Time for a subscription to reach the engine. Events before that are lost."""
+EVENT_S: Final = 3.0
+REQUEST_S: Final = 120.0
+_MAX_MESSAGE_BYTES: Final = 64 << 20
+_DEFAULT_BLOCK: Final = 64
+
+
+@dataclass(frozen=True, slots=True)
+class SampleResult:
+    error: str = ""
+    """Why the request failed; empty if it succeeded."""
+    reports_cached_tokens: bool = False
+    has_event: bool = False
+
+
+async def unreachable_endpoints(endpoints: list[KvEndpoint]) -> list[str]:
+    """Return the endpoints of events and replays that accept no connection."""
+    names = [name for one in endpoints for name in (one.endpoint, one.replay) if name]
+    return [name for name in names if not await _accepts(name)]
+
+
+async def _accepts(endpoint: str) -> bool:
+    parts = urlsplit(endpoint)
+    try:
+        async with asyncio.timeout(CONNECT_S):
+            _reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
+    except (OSError, TimeoutError, ValueError):
+        return False
+    writer.close()
+    return True
+
+
+async def send_sample(facts: NodeFacts, http: NodeHttp, endpoints: list[KvEndpoint]) -> SampleResult:
+    """Send the request, and wait for a KV event if there are endpoints."""
+    context = zmq.asyncio.Context()
+    try:
+        listening = asyncio.ensure_future(_first_event(context, endpoints))
+        if endpoints:
+            await asyncio.sleep(SUBSCRIBE_S)
+        answer = await _complete(facts, http)
+        if not answer.ok:
+            listening.cancel()
+            return SampleResult(error=answer.error or f"it answers {answer.status}: {_message(answer)}")
+        has_event = False
+        if endpoints:
+            await asyncio.wait([listening], timeout=EVENT_S)
+            has_event = listening.done()
+        listening.cancel()
+        return SampleResult("", _reports(answer), has_event)
+    finally:
+        context.destroy(linger=0)
+
+
+async def _first_event(context: zmq.asyncio.Context, endpoints: list[KvEndpoint]) -> None:
+    socket = context.socket(zmq.SUB)
+    try:
+        socket.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
+        socket.setsockopt(zmq.SUBSCRIBE, b"")
+        for one in endpoints:
+            socket.connect(one.endpoint)
+        await socket.recv_multipart()
+    finally:
+        socket.close(linger=0)
+
+
+async def _complete(facts: NodeFacts, http: NodeHttp) -> Answer:
+    words = 2 * (facts.block_size or _DEFAULT_BLOCK) + 16
+    window = facts.bases[0].get("max_model_len")
+    if isinstance(window, int):
+        words = min(words, window // 8)
+    text = f"{os.urandom(8).hex()} " + "one two three four five six seven eight " * (words // 8 + 1)
+    common = {"model": facts.bases[0]["id"], "max_tokens": 1, "temperature": 0}
+    forms = [
+        ("/v1/completions", {**common, "prompt": text}),
+        ("/v1/chat/completions", {**common, "messages": [{"role": "user", "content": text}]}),
+    ]
+    answer = Answer()
+    for path, body in forms:
+        answer = await http.post(path, json.dumps(body).encode(), REQUEST_S)
+        if answer.ok and not _reports(answer):
+            answer = await http.post(path, json.dumps(body).encode(), REQUEST_S)
+        if answer.ok or answer.error or answer.status in (401, 403, 429) or answer.status >= 500:
+            break
+    return answer
+
+
+def _reports(answer: Answer) -> bool:
+    try:
+        usage = decode_json(answer.body)["usage"]
+        details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
+        return isinstance(details.get("cached_tokens"), int)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return False
+
+
+def _message(answer: Answer) -> str:
+    try:
+        body = decode_json(answer.body)
+        found = body.get("error", body)
+        return printable(found.get("message", found) if isinstance(found, dict) else found, 200)
+    except (ValueError, AttributeError):
+        return "no JSON"

@@ -6,13 +6,11 @@ import asyncio
 import json
 from collections.abc import Iterator
 
+from warmroute.app.doctor import MAX_CONCURRENT, checks
+from warmroute.app.doctor.answers import NodeFacts, NodeHttp, ask_node, printable
 from warmroute.config import Config
-from warmroute.doctor import engine_flags
-from warmroute.doctor import node_checks as checks
-from warmroute.doctor.examine import MAX_CONCURRENT
-from warmroute.doctor.node_facts import NodeFacts, ask_node, printable
-from warmroute.doctor.node_http import NodeHttp
 from warmroute.edge.connection_pool import node_tls
+from warmroute.engines import engine_flags
 
 
 async def ask_nodes(config: Config, timeout_s: float) -> list[NodeFacts]:

@@ -1,25 +1,45 @@
-"""The metrics page. The router reads all values when Prometheus scrapes it, so counting costs requests nothing."""
+"""The metrics page: each metric's value, read from the part of the router that knows it."""
 
 from __future__ import annotations
 
+import os
+import resource
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final, Protocol
 
-from warmroute import __version__
-from warmroute.build_info import build
-from warmroute.config.priority import PRIORITY_NAMES
-from warmroute.fleet.engine_rates import EngineRates
-from warmroute.fleet.fleet import Fleet
-from warmroute.fleet.health import HealthState
-from warmroute.fleet.node import TTFT_BOUNDS_MS, Outcome
-from warmroute.index.cache_view import EVENT_AGES_S, CacheView
-from warmroute.routing.split_request import OUTCOMES as SPLIT_OUTCOMES
-from warmroute.telemetry import metric_definitions as metrics
-from warmroute.telemetry.client_errors import COMMON
-from warmroute.telemetry.counters import TRACE_DROPS, Counters
-from warmroute.telemetry.exposition import MetricLines, Page, Pauses, bucket_bounds, format_labels, label_value
-from warmroute.telemetry.metric_definitions import METRICS
+from warmroute import __version__, build
+from warmroute._kernel import TIME_BOUNDS_MS, TTFT_BOUNDS_MS, RouteTraffic
+from warmroute.app import metrics
+from warmroute.app.alert_webhook import OUTCOMES, AlertWebhook
+from warmroute.app.alerts import Alerts
+from warmroute.app.hit_rate import HitRateAlerts
+from warmroute.app.metrics import METRICS, Metric
+from warmroute.app.metrics.exposition import (
+    MergedBuckets,
+    MetricLines,
+    Page,
+    Pauses,
+    bucket_bounds,
+    format_labels,
+    label_value,
+)
+from warmroute.app.process import LoopDelay
+from warmroute.app.prompt_doctor import PromptDoctor
+from warmroute.config.routing import PRIORITY_NAMES
+from warmroute.core.cache_view import EVENT_AGES_S, CacheView
+from warmroute.core.calls import OUTCOMES as SPLIT_OUTCOMES
+from warmroute.core.fleet import Fleet
+from warmroute.core.health import HealthState
+from warmroute.core.messages import Outcome
+from warmroute.core.node import EngineRates
+from warmroute.core.queue import AdmissionQueue
+from warmroute.core.traffic import MAX_TENANTS, OTHER, TRACE_DROPS, Counters, Traffic
+from warmroute.edge.client_errors import COMMON
+
+# The metrics page. The router reads all values when Prometheus scrapes it, so counting costs requests nothing.
 
 
 class PlannerStats(Protocol):
@@ -277,3 +297,277 @@ class MetricsPage:
         page[metrics.SCALING_REPLAY_TRUSTED].add(replay.trusted)
         for source, ms in (("predicted", replay.predicted_ms), ("observed", replay.observed_ms)):
             page[metrics.SCALING_REPLAY_TTFT].add(ms / 1000.0, format_labels(source=source))
+
+
+# Adds the traffic to the metrics page: tokens by route, tenant and node, times and saved prefill time by route.
+
+WAIT_BUCKETS: Final = MergedBuckets(
+    TIME_BOUNDS_MS, (1, 10, 25, 50, 100, 250, 500, 1000, 2500, 5000, 10_000, 25_000, 50_000, 100_000)
+)
+_TOKEN_TIMES: Final = MergedBuckets(TIME_BOUNDS_MS, (2.5, 5, 10, 16, 25, 40, 63, 100, 160, 250, 500, 1000, 2500))
+_DURATIONS: Final = MergedBuckets(
+    TIME_BOUNDS_MS, (50, 100, 250, 500, 1000, 2500, 5000, 10_000, 25_000, 50_000, 100_000, 250_000, 500_000, 1_000_000)
+)
+_HISTOGRAMS: Final = (
+    (metrics.TTFT, "ttft", WAIT_BUCKETS),
+    (metrics.INTER_TOKEN, "inter_token", _TOKEN_TIMES),
+    (metrics.QUEUE_WAIT, "queue_wait", WAIT_BUCKETS),
+    (metrics.DURATION, "duration", _DURATIONS),
+)
+_TOKENS: Final = ("prompt_tokens", "cached_tokens", "predicted_tokens", "reported_tokens", "output_tokens")
+_BY_ROUTE: Final[tuple[Metric, ...]] = (
+    metrics.PROMPT_TOKENS, metrics.CACHED_TOKENS, metrics.PREDICTED_TOKENS, metrics.REPORTED_TOKENS,
+    metrics.OUTPUT_TOKENS,
+)  # fmt: skip
+_BY_TENANT: Final[tuple[Metric, ...]] = (
+    metrics.TENANT_PROMPT_TOKENS, metrics.TENANT_CACHED_TOKENS, metrics.TENANT_PREDICTED_TOKENS,
+    metrics.TENANT_REPORTED_TOKENS, metrics.TENANT_OUTPUT_TOKENS,
+)  # fmt: skip
+_BY_NODE: Final[tuple[Metric, ...]] = (
+    metrics.NODE_PROMPT_TOKENS, metrics.NODE_CACHED_TOKENS, metrics.NODE_PREDICTED_TOKENS,
+    metrics.NODE_REPORTED_TOKENS, metrics.NODE_OUTPUT_TOKENS,
+)  # fmt: skip
+
+
+class TrafficMetrics:
+    """Every method may run in a thread while requests are counted. So it reads copies of dicts: `copy()` is one step
+    for other threads. `list(d.items())` is not: it creates tuples, and the garbage collector may run in between."""
+
+    def __init__(self, traffic: Traffic, counters: Counters) -> None:
+        self._traffic = traffic
+        self._counters = counters
+
+    def __call__(self, page: Page) -> None:
+        traffic = self._traffic
+        route_lines = _lines(page, _BY_ROUTE)
+        for (model, route), of_route in traffic.by_route.copy().items():
+            labels = f'model="{label_value(model)}",route="{label_value(route)}"'
+            for name, lines in route_lines:
+                lines.add(getattr(of_route, name), labels)
+            self._add_route(page, of_route, labels)
+        tenant_lines = [("requests", page[metrics.TENANT_REQUESTS]), *_lines(page, _BY_TENANT)]
+        for (model, tenant), of_tenant in traffic.by_tenant.copy().items():
+            labels = f'model="{label_value(model)}",tenant="{label_value(tenant)}"'
+            for name, lines in tenant_lines:
+                lines.add(getattr(of_tenant, name), labels)
+        node_lines = _lines(page, _BY_NODE)
+        for (model, node), of_node in traffic.by_node.copy().items():
+            labels = f'model="{label_value(model)}",node="{label_value(node)}"'
+            for name, lines in node_lines:
+                lines.add(getattr(of_node, name), labels)
+        self._add_rejected(page[metrics.TENANT_REJECTED])
+
+    @staticmethod
+    def _add_route(page: Page, of_route: RouteTraffic, labels: str) -> None:
+        page[metrics.ROUND_ROBIN_TOKENS].add(of_route.round_robin_tokens, labels)
+        page[metrics.SHORT_REPORTS].add(of_route.short_reports, labels)
+        page[metrics.SAVED_PREFILL].add(of_route.saved_ms / 1000.0, labels)
+        page[metrics.SAVED_GPU].add(of_route.saved_gpu_ms / 1000.0, labels)
+        page[metrics.ROUND_ROBIN_SAVED_PREFILL].add(of_route.round_robin_saved_ms / 1000.0, labels)
+        page[metrics.ROUND_ROBIN_SAVED_GPU].add(of_route.round_robin_saved_gpu_ms / 1000.0, labels)
+        for metric, name, buckets in _HISTOGRAMS:
+            histogram = getattr(of_route, name)
+            page[metric].add_histogram(
+                buckets.labels, buckets.merge(histogram.counts), histogram.sum_ms / 1000.0, labels
+            )
+
+    def _add_rejected(self, lines: MetricLines) -> None:
+        other: dict[tuple[int, str], int] = {}
+        rejected = sorted(self._counters.rejected_by_tenant.copy().items())
+        for number, ((tenant, priority, reason), count) in enumerate(rejected):
+            if number < MAX_TENANTS:
+                lines.add(count, format_labels(tenant=tenant, priority=PRIORITY_NAMES[priority], reason=reason))
+            else:
+                other[priority, reason] = other.get((priority, reason), 0) + count
+        for (priority, reason), count in other.items():
+            lines.add(count, format_labels(tenant=OTHER[0], priority=PRIORITY_NAMES[priority], reason=reason))
+
+
+def _lines(page: Page, of_metrics: tuple[Metric, ...]) -> list[tuple[str, MetricLines]]:
+    return [(name, page[metric]) for name, metric in zip(_TOKENS, of_metrics, strict=True)]
+
+
+# Adds the state of the router itself to the metrics page: reloads, event loop, decisions by reason, current alerts.
+
+
+class Reloads:
+    """How reloads of the configuration and of certificates ended."""
+
+    def __init__(self, unix_time_s: Callable[[], float] = time.time) -> None:
+        self._unix_time_s = unix_time_s
+        self.succeeded = self.failed = 0
+        self.last_succeeded = True
+        self.last_success_s = unix_time_s()
+
+    def record(self, success: bool) -> None:
+        self.last_succeeded = success
+        if success:
+            self.succeeded += 1
+            self.last_success_s = self._unix_time_s()
+        else:
+            self.failed += 1
+
+
+class RouterMetrics:
+    def __init__(
+        self, reloads: Reloads, loop_delay: LoopDelay, alerts: Alerts, decisions: Mapping[tuple[str, str], int],
+        webhook: AlertWebhook | None,
+    ) -> None:  # fmt: skip
+        """`decisions`: by policy and reason."""
+        self._reloads = reloads
+        self._loop_delay = loop_delay
+        self._alerts = alerts
+        self._decisions = decisions
+        self._webhook = webhook
+
+    def __call__(self, page: Page) -> None:
+        reloads, delay = self._reloads, self._loop_delay
+        page[metrics.CONFIG_RELOADS].add(reloads.succeeded, 'result="success"')
+        page[metrics.CONFIG_RELOADS].add(reloads.failed, 'result="failure"')
+        page[metrics.CONFIG_RELOAD_OK].add(reloads.last_succeeded)
+        page[metrics.CONFIG_RELOADED].add(reloads.last_success_s)
+        page[metrics.LOOP_DELAY].add_histogram(
+            WAIT_BUCKETS.labels, WAIT_BUCKETS.merge(delay.histogram.counts), delay.histogram.sum_ms / 1000.0
+        )
+        page[metrics.LOOP_DELAY_MAX].add(delay.max_s)
+        for (policy, reason), count in sorted(dict(self._decisions).items()):
+            page[metrics.DECISIONS].add(count, format_labels(policy=policy, reason=reason))
+        alerts = Counter((alert.name, alert.severity) for alert in self._alerts.current)
+        for (name, severity), count in sorted(alerts.items()):
+            page[metrics.ALERTS].add(count, format_labels(alert=name, severity=severity))
+        if self._webhook is not None:
+            for outcome in OUTCOMES:
+                page[metrics.ALERTS_SENT].add(self._webhook.counts[outcome], format_labels(outcome=outcome))
+
+
+# Adds to the metrics page how requests left the admission queue.
+
+
+class QueueMetrics:
+    def __init__(self, queue: AdmissionQueue) -> None:
+        self._queue = queue
+
+    def __call__(self, page: Page) -> None:
+        queue = self._queue
+        page[metrics.QUEUE_ADMISSIONS].add(queue.admitted_by_work, 'order="work"')
+        page[metrics.QUEUE_ADMISSIONS].add(queue.admitted_by_guarantee, 'order="guarantee"')
+        page[metrics.QUEUE_GUARANTEE_EXCEEDED].add(queue.guarantee.exceeded)
+
+
+# Adds the sources of nodes to the metrics page.
+
+
+class DiscoverySource(Protocol):
+    @property
+    def name(self) -> str: ...
+    @property
+    def up(self) -> bool: ...
+    @property
+    def targets(self) -> int: ...
+    @property
+    def failures(self) -> int: ...
+    @property
+    def changes(self) -> dict[str, int]: ...
+
+
+class DiscoveryMetrics:
+    def __init__(self, sources: Callable[[], Sequence[DiscoverySource]]) -> None:
+        self._sources = sources
+
+    def __call__(self, page: Page) -> None:
+        for source in self._sources():
+            name = format_labels(source=source.name)
+            page[metrics.DISCOVERY_UP].add(source.up, name)
+            page[metrics.DISCOVERY_TARGETS].add(source.targets, name)
+            page[metrics.DISCOVERY_FAILURES].add(source.failures, name)
+            for change, count in source.changes.copy().items():
+                page[metrics.DISCOVERY_CHANGES].add(count, format_labels(change=change, source=source.name))
+
+
+# Adds the hit rates, their baselines and drops, and what the prompt doctor found, to the metrics page.
+
+
+class HitRateMetrics:
+    def __init__(self, alerts: HitRateAlerts, doctor: PromptDoctor) -> None:
+        self._alerts = alerts
+        self._doctor = doctor
+
+    def __call__(self, page: Page) -> None:
+        alerts = self._alerts
+        for key, rate in sorted(alerts.rates.copy().items()):
+            labels = format_labels(model=key[0], route=key[1])
+            if rate.window is not None:
+                page[metrics.HIT_RATIO].add(rate.window.hit_ratio, labels)
+            if rate.baseline.is_mature:
+                page[metrics.HIT_RATIO_BASELINE].add(rate.baseline.hit_ratio, labels)
+            page[metrics.HIT_RATIO_LOST].add(alerts.lost_gpu_s(key), labels)
+        for (model, route), cause in sorted(alerts.causes.copy().items()):
+            page[metrics.HIT_RATIO_DROPPED].add(1, format_labels(model=model, route=route, cause=cause.kind))
+        for (model, route, kind), count in sorted(alerts.drops.copy().items()):
+            page[metrics.HIT_RATIO_DROPS].add(count, format_labels(model=model, route=route, cause=kind))
+        lost: dict[tuple[str, str, str], float] = {}
+        for finding in self._doctor.findings:
+            of_kind = (finding.model, finding.route, finding.kind)
+            lost[of_kind] = lost.get(of_kind, 0.0) + finding.gpus
+        for (model, route, difference), gpus in sorted(lost.items()):
+            page[metrics.PROMPTS_LOST].add(gpus, format_labels(model=model, route=route, kind=difference))
+
+
+# Adds the picker's figures to the metrics page under the names of the Gateway API Inference Extension.
+#
+# Dashboards and autoscalers of the extension read these. They are computed when the page is rendered.
+
+
+class InferencePoolMetrics:
+    def __init__(self, fleet: Fleet, waiting: Callable[[], int], pool: Callable[[], str | None]) -> None:
+        """`pool`: the name of the InferencePool; None if this is not a picker."""
+        self._fleet = fleet
+        self._waiting = waiting
+        self._pool = pool
+
+    def __call__(self, page: Page) -> None:
+        pool = self._pool()
+        if pool is None:
+            return
+        up = [node for node in self._fleet if node.health.state is HealthState.UP and not node.draining]
+        count = max(1, len(up))
+        name = format_labels(name=pool)
+        page[metrics.POOL_KV_USAGE].add(sum(node.kv_usage or 0.0 for node in up) / count, name)
+        page[metrics.POOL_QUEUE].add(sum(node.waiting for node in up) / count, name)
+        page[metrics.POOL_RUNNING].add(sum(node.running for node in up) / count, name)
+        page[metrics.POOL_READY].add(len(up), name)
+        page[metrics.EXTENSION_QUEUE].add(self._waiting(), format_labels(inference_pool=pool))
+        for model in self._fleet.models:
+            group = self._fleet.group(model)
+            if group is not None:
+                page[metrics.OBJECTIVE_RUNNING].add(group.inflight, format_labels(model_name=model))
+
+
+# Adds the router's own process to the metrics page: CPU time, memory, open files and start time.
+
+_PROC: Final = Path("/proc")
+_TICKS_PER_S: Final = os.sysconf("SC_CLK_TCK")
+_PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
+
+
+def add_process_metrics(page: Page) -> None:
+    """Leaves out what /proc does not tell, for example in a sandbox without it."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    page[metrics.PROCESS_CPU].add(usage.ru_utime + usage.ru_stime)
+    page[metrics.PROCESS_MAX_FDS].add(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    try:
+        # The second field, the command in parentheses, may contain anything.
+        fields = (_PROC / "self" / "stat").read_text().rpartition(")")[2].split()
+        page[metrics.PROCESS_VIRTUAL].add(int(fields[20]))
+        page[metrics.PROCESS_RSS].add(int(fields[21]) * _PAGE_BYTES)
+        page[metrics.PROCESS_START].add(_boot_time_s() + int(fields[19]) / _TICKS_PER_S)
+        page[metrics.PROCESS_FDS].add(len(os.listdir(_PROC / "self" / "fd")))
+    except (OSError, ValueError, IndexError):
+        pass
+
+
+def _boot_time_s() -> float:
+    for line in (_PROC / "stat").read_text().splitlines():
+        if line.startswith("btime "):
+            return float(line.split()[1])
+    raise ValueError("/proc/stat has no btime")

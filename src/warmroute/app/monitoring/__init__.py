@@ -1,9 +1,4 @@
-"""Reads the metrics and labels that a PromQL query names, and checks that the router exports them.
-
-It reads tokens, not the whole grammar: a name is a metric unless it is a keyword, a function or an aggregation, or is
-inside of braces or of a list of labels. Grafana's variables are allowed where Grafana replaces them: in strings
-(`model=~"$model"`) and as ranges (`[$__rate_interval]`).
-"""
+"""Grafana's dashboard and Prometheus' alert rules, generated from the list of metrics; their PromQL is checked."""
 
 from __future__ import annotations
 
@@ -11,7 +6,13 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Final, NamedTuple
 
-from warmroute.telemetry.metric_definitions import METRICS, Metric
+from warmroute.app.metrics import METRICS, Metric
+
+# Reads the metrics and labels that a PromQL query names, and checks that the router exports them.
+#
+# It reads tokens, not the whole grammar: a name is a metric unless it is a keyword, a function or an aggregation, or is
+# inside of braces or of a list of labels. Grafana's variables are allowed where Grafana replaces them: in strings
+# (`model=~"$model"`) and as ranges (`[$__rate_interval]`).
 
 _TOKEN: Final = re.compile(
     r"""(?P<space>\s+|\#[^\n]*)

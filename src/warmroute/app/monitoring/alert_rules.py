@@ -1,16 +1,20 @@
-"""Prometheus' alert rules: what each one means, and what to do.
-
-A rule reads the metrics of all routers of a job. The names come from telemetry/metric_definitions.py, so that a rule
-cannot name a metric that does not exist.
-"""
+"""Prometheus' alert rules, and the file that has them."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable
 from typing import Final, Literal, NamedTuple
 
-from warmroute.monitoring.error_budget import PERIOD, Objective, objectives
-from warmroute.telemetry import metric_definitions as metrics
-from warmroute.telemetry.metric_definitions import Metric
+from warmroute.app import metrics
+from warmroute.app.metrics import Metric
+from warmroute.app.monitoring import check
+from warmroute.app.monitoring.error_budget import PERIOD, Objective, objectives
+
+# Prometheus' alert rules: what each one means, and what to do.
+#
+# A rule reads the metrics of all routers of a job. The names come from app/metrics/__init__.py, so that a rule
+# cannot name a metric that does not exist.
 
 GROUP: Final = "warmroute"
 CLIENT_ERRORS: Final = 'status=~"4..",status!="429"'
@@ -338,3 +342,51 @@ def _router_rules() -> list[AlertRule]:
             "Raise the limit (`ulimit -n`, `LimitNOFILE`), or start more routers.",
         ),
     ]  # fmt: skip
+
+
+# Writes alert rules as a rule file of Prometheus, in YAML.
+
+_HEAD: Final = """\
+# Alert rules for Prometheus. `warmroute monitoring` generates this file; docs/reference/alerts.md explains each rule.
+"""
+
+
+def render_rules(rules: Iterable[AlertRule]) -> str:
+    """Raises QueryError if a rule names a metric that the router does not export."""
+    lines = [_HEAD + "groups:", f"  - name: {GROUP}", "    rules:"]
+    for rule in rules:
+        check(rule.expression)
+        lines += [
+            f"      - alert: {rule.name}",
+            f"        expr: {_quoted(rule.expression)}",
+            f"        for: {rule.lasts}",
+            "        labels:",
+            f"          severity: {rule.severity}",
+            "        annotations:",
+            f"          summary: {_quoted(rule.summary)}",
+            f"          description: {_quoted(f'{rule.meaning} {rule.what_to_do}')}",
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _quoted(text: str) -> str:
+    """A JSON string is a YAML string."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def render_reference(rules: Iterable[AlertRule]) -> str:
+    """Return the page docs/reference/alerts.md."""
+    lines = [
+        "# Alerts",
+        "",
+        "The rules in `deploy/prometheus/alerts.yaml`. `make monitoring` generates the rules and this page;",
+        "[dashboards and alerts](../guides/dashboards-and-alerts.md) tells how to install them. The live page has",
+        "alerts of its own, which need no Prometheus; `warmroute_alerts` exports them.",
+    ]
+    for rule in rules:
+        lasts = "at once" if rule.lasts == "0s" else f"after {rule.lasts}"
+        lines += [
+            "", f"## {rule.name}", "", f"Severity {rule.severity}, fires {lasts}.", "", f"    {rule.expression}", "",
+            f"**Meaning.** {rule.meaning}", "", f"**What to do.** {rule.what_to_do}",
+        ]  # fmt: skip
+    return "\n".join(lines) + "\n"

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-from warmroute.telemetry import metric_definitions as metrics
+from warmroute.app import metrics
 
 PERIOD: Final = "30d"
 NOT_COUNTED: Final = "deadline_unreachable|rate_limit_exceeded|would_queue"

@@ -1,4 +1,7 @@
-"""Compares the sampled prompts in a thread, every few seconds, with at most MAX_CPU_SHARE of a core."""
+"""The prompt doctor: finds what prevents prompts of a route from sharing their KV cache.
+
+It compares a bounded sample of recent prompts in a background thread. Text stays in this process's memory.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,19 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
+from warmroute.app.prompt_doctor.findings import Finding, PromptChange, describe_part, find, find_change
+from warmroute.app.prompt_doctor.samples import (
+    MAX_ROUTES,
+    MaskedPrompt,
+    PromptSample,
+    PromptSamples,
+    RouteKey,
+    RouteSamples,
+    read_parts,
+)
 from warmroute.event_log import EventLog, where_it_failed
-from warmroute.prompt_doctor.findings import Finding, describe_part, find
-from warmroute.prompt_doctor.masked_prompt import MaskedPrompt
-from warmroute.prompt_doctor.prompt_changes import PromptChange, find_change
-from warmroute.prompt_doctor.prompt_parts import read_parts
-from warmroute.prompt_doctor.prompt_samples import MAX_ROUTES, PromptSample, PromptSamples, RouteKey, RouteSamples
+
+# Compares the sampled prompts in a thread, every few seconds, with at most MAX_CPU_SHARE of a core.
 
 log = EventLog("warmroute.prompt_doctor")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from warmroute.service.cluster_member import ClusterMember
-from warmroute.telemetry.alerts import Alert
+from warmroute.app.alerts import Alert
+from warmroute.app.workers.cluster_member import ClusterMember
 
 LASTING_S: Final = 2.0
 

@@ -7,17 +7,18 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
-from warmroute.cluster.cluster_state import ClusterState
-from warmroute.cluster.messages import FULL_S, NodeChange
-from warmroute.cluster.publish_timing import PublishTiming
-from warmroute.cluster.shared_demand import SharedDemand
-from warmroute.cluster.shared_nodes import encode_change
-from warmroute.cluster.transport import LinkStatus, ReplicaTransport
+from warmroute.app.workers.cluster_metrics import ClusterFigures
+from warmroute.core.cluster.cluster_state import ClusterState
+from warmroute.core.cluster.messages import FULL_S, NodeChange
+from warmroute.core.cluster.publish_timing import PublishTiming
+from warmroute.core.cluster.shared_demand import SharedDemand
+from warmroute.core.cluster.shared_nodes import encode_change
+from warmroute.core.cluster.transport import LinkStatus, ReplicaTransport
 from warmroute.event_log import EventLog
-from warmroute.telemetry.cluster_metrics import ClusterFigures
 
 if TYPE_CHECKING:
-    from warmroute.service.service import Service
+    from warmroute.app.service import Service
+
 
 log = EventLog("warmroute.cluster")
 

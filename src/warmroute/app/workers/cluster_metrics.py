@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from warmroute.telemetry import metric_definitions as metrics
-from warmroute.telemetry.exposition import Page
+from warmroute.app import metrics
+from warmroute.app.metrics.exposition import Page
 
 
 class ClusterFigures(NamedTuple):

@@ -13,9 +13,15 @@ from urllib.parse import parse_qs, unquote
 
 import msgspec
 
-from warmroute.console.admin import check_token
-from warmroute.console.combined_live import CombinedLive
-from warmroute.console.combined_views import (
+from warmroute._kernel import RequestHead
+from warmroute.app import metrics
+from warmroute.app.admin import check_token
+from warmroute.app.alert_webhook import OUTCOMES, AlertWebhook
+from warmroute.app.live_page import PageFiles
+from warmroute.app.metrics.exposition import CONTENT_TYPE
+from warmroute.app.workers.combined_live import CombinedLive
+from warmroute.app.workers.combined_metrics import CombinedMetrics
+from warmroute.app.workers.combined_views import (
     combine_alerts,
     combine_decisions,
     combine_islands,
@@ -25,15 +31,9 @@ from warmroute.console.combined_views import (
     leading_view,
     merge_alerts,
 )
-from warmroute.console.page_files import PageFiles
-from warmroute.console.worker_api import Replies, ServingWorker, ask, ask_all, no_worker, wait_until_s
+from warmroute.app.workers.worker_api import Replies, ServingWorker, ask, ask_all, no_worker, wait_until_s
 from warmroute.edge.async_handler import Request, Responder
 from warmroute.edge.errors import HttpError
-from warmroute.edge.http1 import RequestHead
-from warmroute.telemetry import metric_definitions as metrics
-from warmroute.telemetry.alert_webhook import OUTCOMES, AlertWebhook
-from warmroute.telemetry.combined_metrics import CombinedMetrics
-from warmroute.telemetry.exposition import CONTENT_TYPE
 
 DEFAULT_DECISIONS: Final = 20
 NO_WORKER: Final = (503, b'{"error":{"message":"No worker serves.","type":"server_error","code":"no_worker"}}')

@@ -1,5 +1,6 @@
-"""GET /admin/live of `serve --workers`: the parent follows the feed of each worker while somebody looks, and sends its
-viewers one feed."""
+"""GET /admin/live of `serve --workers`: the parent follows the feed of each worker while somebody looks, and sends
+its viewers one feed.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +10,8 @@ from typing import Any, Final
 
 import msgspec
 
-from warmroute.console.combined_sections import combine_history, combine_points, combine_sections
-from warmroute.console.live_feed import FIRST_DECISIONS, INTERVAL_S
-from warmroute.console.live_viewers import LiveViewers, server_sent_event
+from warmroute.app.live_page import FIRST_DECISIONS, INTERVAL_S, LiveViewers, server_sent_event
+from warmroute.app.workers.combined_sections import combine_history, combine_points, combine_sections
 from warmroute.edge.async_handler import Responder
 from warmroute.edge.errors import HttpError
 from warmroute.event_log import EventLog

@@ -1,8 +1,8 @@
-"""One metrics page for several processes. Counters and histograms are summed, and so are gauges that count something of
-one process; of other gauges, which every process measures alike, the highest value counts.
+"""One metrics page for several processes. Counters and histograms are summed, and so are gauges that count something
+of one process; of other gauges, which every process measures alike, the highest value counts.
 
-A counter never falls: what a process counted until it ended stays in the sum, as of its last page. An engine's own
-counters, which every process reads alike, count once.
+A counter never falls: what a process counted until it ended stays in the sum, as of its last page. An engine's
+own counters, which every process reads alike, count once.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from warmroute.telemetry import metric_definitions as metrics
-from warmroute.telemetry.exposition import format_number
-from warmroute.telemetry.metric_definitions import METRICS
+from warmroute.app import metrics
+from warmroute.app.metrics import METRICS
+from warmroute.app.metrics.exposition import format_number
 
 SUMMED_GAUGES: Final = frozenset(
     {

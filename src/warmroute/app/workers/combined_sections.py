@@ -1,19 +1,20 @@
-"""Combines the sections of several workers' live feeds (live_snapshot.py): counts are summed, ratios and times are
-averaged by their weight, and what every worker sees alike is taken from the first one."""
+"""Combines the sections of several workers' live feeds (app/live_page.py): counts are summed, ratios and times are
+averaged by their weight, and what every worker sees alike is taken from the first one.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
-from warmroute.console.combined_views import (
-    add_counts,
-    add_shares,
-    by_name,
-    latest_failure,
-    leading_view,
-    merge_alerts,
-)  # fmt: skip
+from warmroute.app.workers.combined_views import (
+    add_counts,  # fmt: skip
+    add_shares,  # fmt: skip
+    by_name,  # fmt: skip
+    latest_failure,  # fmt: skip
+    leading_view,  # fmt: skip
+    merge_alerts,  # fmt: skip
+)
 
 Section = Any
 

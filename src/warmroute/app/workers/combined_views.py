@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Final
 
-from warmroute.telemetry import client_errors
-from warmroute.telemetry.alerts import MAX_SOURCES, SEVERITIES
+from warmroute.app.alerts import MAX_SOURCES, SEVERITIES
+from warmroute.edge import client_errors
 
 Json = Any
 

@@ -8,7 +8,7 @@ parent ← worker    STORE       a change of a node, to be kept: length of the n
 parent → worker    STORED      the changes of nodes that the parent or Redis has, as a MessagePack list
 parent ← worker    APPLIED     the worker has applied the changes of nodes that the parent sent when it started
 parent → worker    KEPT        of one STORE: 1 if the change survives a restart of the parent, else 0
-parent → worker    LINK        the state of the link to Redis (cluster/transport.py LinkStatus) as MessagePack
+parent → worker    LINK        the state of the link to Redis (core/cluster/transport.py LinkStatus) as MessagePack
 parent → worker    GONE        a worker has ended; the payload is its id in the cluster
 """
 
@@ -19,7 +19,7 @@ import struct
 from collections.abc import Callable
 from typing import Final, cast
 
-from warmroute.cluster.messages import MAX_MESSAGE_BYTES
+from warmroute.core.cluster.messages import MAX_MESSAGE_BYTES
 
 READY: Final = b"R"
 OPEN: Final = b"O"
@@ -71,7 +71,7 @@ class FrameLink(asyncio.Protocol):
         transport.write(_HEADER.pack(len(payload), kind) + payload)
         return True
 
-    # The transport of a worker (cluster/transport.py).
+    # The transport of a worker (core/cluster/transport.py).
 
     def publish(self, message: bytes) -> None:
         """Send an update of the cluster."""

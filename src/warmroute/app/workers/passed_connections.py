@@ -14,10 +14,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Final, Protocol
 
-from warmroute.edge.listener import Listener
-from warmroute.edge.listening_sockets import accept_the_last
-from warmroute.edge.plain_sockets import PlainSockets
-from warmroute.edge.tls_sockets import open_tls
+from warmroute.edge.client_connection import Listener
+from warmroute.edge.sockets import PlainSockets, accept_the_last, open_tls
 from warmroute.event_log import EventLog
 
 log = EventLog("warmroute.service")

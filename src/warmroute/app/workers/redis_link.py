@@ -25,10 +25,10 @@ from contextlib import suppress
 from random import random
 from typing import Any, Final, Protocol
 
-from warmroute.cluster.messages import FULL_S, MAX_MESSAGE_BYTES
-from warmroute.cluster.redis.connect import Client, create_client, describe_error, end_tasks
-from warmroute.cluster.transport import LinkStatus
+from warmroute.app.redis import Client, create_client, describe_error, end_tasks
 from warmroute.config import Cluster, ConfigError, parse_redis_url
+from warmroute.core.cluster.messages import FULL_S, MAX_MESSAGE_BYTES
+from warmroute.core.cluster.transport import LinkStatus
 from warmroute.event_log import EventLog
 
 log = EventLog("warmroute.cluster")

@@ -1,21 +1,22 @@
 """This process as one of several replicas that share their state through Redis (`[cluster]`). Workers share through
-their parent, which has the link to Redis (workers/supervisor.py)."""
+their parent, which has the link to Redis (workers/supervisor.py).
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from warmroute.cluster.redis.lease import Lease
-from warmroute.cluster.redis.link import RedisLink, new_origin
+from warmroute.app.redis import Lease
+from warmroute.app.workers.cluster_member import ClusterMember
+from warmroute.app.workers.redis_link import RedisLink, new_origin
+from warmroute.app.workers.worker import Worker
 from warmroute.config import Config
-from warmroute.scaling.file_lease import FileLease
+from warmroute.scaling.lease import FileLease
 from warmroute.scaling.scaling_service import RouterLease
-from warmroute.service.cluster_member import ClusterMember
-from warmroute.service.workers.worker import Worker
 
 if TYPE_CHECKING:
-    from warmroute.service.service import Service
+    from warmroute.app.service import Service
 
 
 def create_lease(config: Config, worker: Worker | None) -> RouterLease | None:

@@ -1,6 +1,7 @@
 """The parent's link to other replicas: it passes the workers' messages to Redis, and those of other replicas to all
 workers. Workers of one parent hear each other through it alone, so no message arrives twice. The parent keeps the
-changes of nodes for workers that start later, and for its next start."""
+changes of nodes for workers that start later, and for its next start.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +13,13 @@ from typing import Final
 
 import msgspec
 
-from warmroute.cluster.messages import VERSION, Update, encode
-from warmroute.cluster.redis.link import RedisLink
-from warmroute.cluster.shared_nodes import decode_change, encode_change
+from warmroute.app.node_state import NodeState
+from warmroute.app.workers.frames import DIRECT, KEPT, LINK, STATE, STORE, STORED, unpack_named
+from warmroute.app.workers.redis_link import RedisLink
+from warmroute.app.workers.worker_process import WorkerProcess
 from warmroute.config import Cluster
-from warmroute.service.node_state import NodeState
-from warmroute.service.workers.frames import DIRECT, KEPT, LINK, STATE, STORE, STORED, unpack_named
-from warmroute.service.workers.worker_process import WorkerProcess
+from warmroute.core.cluster.messages import VERSION, Update, encode
+from warmroute.core.cluster.shared_nodes import decode_change, encode_change
 
 STATUS_S: Final = 1.0
 """Time between two reports of the link's state to the workers."""

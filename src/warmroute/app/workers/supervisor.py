@@ -1,5 +1,6 @@
 """The parent of `warmroute serve --workers N`: starts, watches and restarts the workers, passes them connections and
-each other's state, reloads and drains them together, and serves the one admin listener."""
+each other's state, reloads and drains them together, and serves the one admin listener.
+"""
 
 from __future__ import annotations
 
@@ -14,29 +15,25 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
-from warmroute.build_info import build, build_advice
-from warmroute.cluster.redis.link import new_origin
+from warmroute import build, build_advice
+from warmroute.app.alert_webhook import AlertWebhook, ChangedAlerts, create_webhook
+from warmroute.app.node_state import NodeState
+from warmroute.app.process import ADMIN_SOCKET, ALERTS_S, EXIT_GRACE_S, Systemd
+from warmroute.app.reload import log_rejected, watch_files
+from warmroute.app.startup import url_host, warn_without_keys
+from warmroute.app.workers.combined_admin import CombinedAdmin
+from warmroute.app.workers.frames import GONE
+from warmroute.app.workers.passed_connections import ConnectionPassing
+from warmroute.app.workers.redis_link import new_origin
+from warmroute.app.workers.replica_link import ReplicaLink
+from warmroute.app.workers.worker_api import ask
+from warmroute.app.workers.worker_process import SILENT_S, WorkerProcess
 from warmroute.config import Config, ConfigError
-from warmroute.console.combined_admin import CombinedAdmin
-from warmroute.console.worker_api import ask
 from warmroute.edge.async_handler import AsyncHandler
-from warmroute.edge.listener import Listener
-from warmroute.edge.listening_sockets import listen_inherited, listen_tcp, open_tcp_socket, open_unix_socket, server_tls
-from warmroute.edge.plain_sockets import Server
+from warmroute.edge.client_connection import Listener
+from warmroute.edge.sockets import Server, listen_inherited, listen_tcp, open_tcp_socket, open_unix_socket, server_tls
 from warmroute.edge.timer_wheel import TimerWheel
 from warmroute.event_log import EventLog
-from warmroute.service.config_reload import log_rejected
-from warmroute.service.file_watch import watch_files
-from warmroute.service.node_state import NodeState
-from warmroute.service.periodic_tasks import ALERTS_S
-from warmroute.service.process_exit import EXIT_GRACE_S
-from warmroute.service.startup import url_host, warn_without_keys
-from warmroute.service.systemd import ADMIN_SOCKET, Systemd
-from warmroute.service.workers.frames import GONE
-from warmroute.service.workers.passed_connections import ConnectionPassing
-from warmroute.service.workers.replica_link import ReplicaLink
-from warmroute.service.workers.worker_process import SILENT_S, WorkerProcess
-from warmroute.telemetry.alert_webhook import AlertWebhook, ChangedAlerts, create_webhook
 
 log = EventLog("warmroute.service")
 

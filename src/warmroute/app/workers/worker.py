@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from warmroute.cluster.transport import LinkStatus
-from warmroute.edge.listening_sockets import LAST_CONNECTIONS_S, listen_unix
-from warmroute.edge.plain_sockets import Server
+from warmroute.app.node_state import KEPT_S
+from warmroute.app.workers.cluster_member import ClusterMember
+from warmroute.app.workers.frames import APPLIED, COUNTS, GONE, KEPT, LINK, OPEN, READY, STATE, STORED, FrameLink
+from warmroute.app.workers.passed_connections import PassedConnections
+from warmroute.app.workers.seat import Seat
+from warmroute.core.cluster.transport import LinkStatus
+from warmroute.edge.sockets import LAST_CONNECTIONS_S, Server, listen_unix
 from warmroute.event_log import EventLog
-from warmroute.service.cluster_member import ClusterMember
-from warmroute.service.node_state import KEPT_S
-from warmroute.service.workers.frames import APPLIED, COUNTS, GONE, KEPT, LINK, OPEN, READY, STATE, STORED, FrameLink
-from warmroute.service.workers.passed_connections import PassedConnections
-from warmroute.service.workers.seat import Seat
 
 if TYPE_CHECKING:
-    from warmroute.service.service import Service
+    from warmroute.app.service import Service
+
 
 log = EventLog("warmroute.service")
 

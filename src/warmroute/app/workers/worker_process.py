@@ -15,8 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from warmroute.service.workers.frames import APPLIED, COUNTS, DIRECT, OPEN, READY, STATE, STORE, FrameLink
-from warmroute.service.workers.seat import Seat
+from warmroute.app.workers.frames import APPLIED, COUNTS, DIRECT, OPEN, READY, STATE, STORE, FrameLink
+from warmroute.app.workers.seat import Seat
 
 SILENT_S: Final = 0.8
 """A worker publishes its state every 250 ms. One of which the parent has heard nothing for this long hangs: it gets no
@@ -153,4 +153,4 @@ class WorkerProcess:
 
 def worker_command(arguments: Sequence[str]) -> list[str]:
     """Return the command that starts a worker with the arguments of this process."""
-    return [sys.executable, "-m", "warmroute.cli.main", *arguments]
+    return [sys.executable, "-m", "warmroute.app.main", *arguments]

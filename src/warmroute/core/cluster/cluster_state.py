@@ -10,21 +10,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from warmroute.cluster.cluster_turns import ClusterTurns
-from warmroute.cluster.messages import FULL_S, PEER_TTL_S, BadMessage, Update, decode, encode
-from warmroute.cluster.peer import Peer
-from warmroute.cluster.publisher import Publisher
-from warmroute.cluster.shared_demand import SharedDemand
-from warmroute.cluster.shared_limits import SharedLimits
-from warmroute.cluster.shared_nodes import SharedNodes
-from warmroute.cluster.shared_speeds import SharedSpeeds
-from warmroute.cluster.snapshots import MARK, SnapshotAnswers, SnapshotRequest, decode_snapshot, snapshot_messages
-from warmroute.cluster.transport import Transport
+from warmroute.core.brain import Dispatcher
+from warmroute.core.cache_view import CacheView
+from warmroute.core.cluster.cluster_turns import ClusterTurns
+from warmroute.core.cluster.messages import FULL_S, PEER_TTL_S, BadMessage, Update, decode, encode
+from warmroute.core.cluster.peer import Peer
+from warmroute.core.cluster.publisher import Publisher
+from warmroute.core.cluster.shared_demand import SharedDemand
+from warmroute.core.cluster.shared_limits import SharedLimits
+from warmroute.core.cluster.shared_nodes import SharedNodes
+from warmroute.core.cluster.shared_speeds import SharedSpeeds
+from warmroute.core.cluster.snapshots import MARK, SnapshotAnswers, SnapshotRequest, decode_snapshot, snapshot_messages
+from warmroute.core.cluster.transport import Transport
+from warmroute.core.node import Node
+from warmroute.core.rate_limits import RateLimits
 from warmroute.event_log import EventLog
-from warmroute.fleet.node import Node
-from warmroute.index.cache_view import CacheView
-from warmroute.routing.dispatcher import Dispatcher
-from warmroute.routing.rate_limits import RateLimits
 
 log = EventLog("warmroute.cluster")
 

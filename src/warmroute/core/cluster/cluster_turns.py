@@ -1,4 +1,4 @@
-"""The order of requests that wait in the queues of several processes for the same node (see routing/turns.py).
+"""The order of requests that wait in the queues of several processes for the same node (see core/cluster/turns.py).
 
 Each process publishes, by node, its first request; and, by model, its first request that would go to any node with
 room. A process leaves a node's room to the peers whose first request comes before its own. If they have the same
@@ -21,9 +21,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from warmroute.cluster.peer import Peer
-from warmroute.fleet.node import Node
-from warmroute.routing.turns import Head
+from warmroute.core.cluster.peer import Peer
+from warmroute.core.cluster.turns import Head
+from warmroute.core.node import Node
 
 TURN_S: Final = 0.05
 """How long a process leaves a node's room to one peer: until it would know that the peer has taken it."""

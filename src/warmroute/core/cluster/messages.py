@@ -54,7 +54,7 @@ RoutedPrompt = tuple[Name, Chain, bool, Name]
 """A prompt that a process sent to a node, which will hold these blocks: the node, its blocks, whether the node's KV
 events will contain them, and the cache group."""
 WireHead = tuple[Count, float, Number]
-"""A waiting request (routing/turns.py), within its bounds."""
+"""A waiting request (core/cluster/turns.py), within its bounds."""
 Home = tuple[int, Name, Name]
 """The islands of a conversation: a hash of it with 64 bits (MessagePack has no longer integers), its home, and where
 its last request went."""
@@ -93,7 +93,7 @@ class NodeChange(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Demand(msgspec.Struct, frozen=True, array_like=True):
-    """Totals of a process's demand meter (fleet/demand.py), for the process that scales the fleet."""
+    """Totals of a process's demand meter (core/demand.py), for the process that scales the fleet."""
 
     waiting: Count
     counts: Annotated[tuple[Number, ...], Meta(max_length=64)]

@@ -16,13 +16,12 @@ from math import inf
 from typing import Final
 
 from warmroute._kernel import PeerRow, apply_load_rows
-from warmroute.cluster.messages import Update
-from warmroute.fleet.fleet import Fleet
-from warmroute.fleet.group import Group
-from warmroute.fleet.node import Node
-from warmroute.index.cache_view import CacheView
-from warmroute.routing.rate_limits import RateLimits
-from warmroute.routing.turns import Head
+from warmroute.core.cache_view import CacheView
+from warmroute.core.cluster.messages import Update
+from warmroute.core.cluster.turns import Head
+from warmroute.core.fleet import Fleet, Group
+from warmroute.core.node import Node
+from warmroute.core.rate_limits import RateLimits
 
 MIN_ANSWERS: Final = 8
 """Answers that a peer must have learned a node's speed from. The speed is used until this process has measured it."""

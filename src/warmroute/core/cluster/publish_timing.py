@@ -1,11 +1,12 @@
-"""When a process publishes: at once if something changed and the last message is PUBLISH_S ago, else when it is; every
-FULL_S in any case."""
+"""When a process publishes: at once if something changed and the last message is PUBLISH_S ago, else when it is;
+every FULL_S in any case.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from warmroute.cluster.messages import PUBLISH_S
+from warmroute.core.cluster.messages import PUBLISH_S
 
 
 class PublishTiming:

@@ -1,5 +1,6 @@
-"""Collects what this process publishes: its own part of each node's figures, the prompts that it routed, the homes of
-conversations, and how many requests wait in its queue."""
+"""Collects what this process publishes: its own part of each node's figures, the prompts that it routed, the homes
+of conversations, and how many requests wait in its queue.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +8,8 @@ from itertools import islice
 from typing import Final
 
 from warmroute._kernel import pack_load_rows
-from warmroute.cluster.messages import (
+from warmroute.core.cache_view import CacheView
+from warmroute.core.cluster.messages import (
     FULL_S,
     MAX_HOMES,
     MAX_NODES,
@@ -19,15 +21,14 @@ from warmroute.cluster.messages import (
     RoutedPrompt,
     Update,
 )
-from warmroute.cluster.shared_demand import SharedDemand
-from warmroute.cluster.shared_nodes import SharedNodes
-from warmroute.cluster.shared_speeds import SharedSpeeds
-from warmroute.fleet.fleet import Fleet
-from warmroute.index.cache_view import CacheView
-from warmroute.routing.admission_queue import AdmissionQueue
-from warmroute.routing.conversation_affinity import ConversationAffinity
-from warmroute.routing.rate_limits import RateLimits
-from warmroute.routing.turns import Head
+from warmroute.core.cluster.shared_demand import SharedDemand
+from warmroute.core.cluster.shared_nodes import SharedNodes
+from warmroute.core.cluster.shared_speeds import SharedSpeeds
+from warmroute.core.cluster.turns import Head
+from warmroute.core.fleet import Fleet
+from warmroute.core.islands import ConversationAffinity
+from warmroute.core.queue import AdmissionQueue
+from warmroute.core.rate_limits import RateLimits
 
 _UNTAKEN: Final = (0.0, 0.0, 0.0, 0.0)
 

@@ -1,12 +1,13 @@
 """The demand of all processes, for the one that scales the fleet: each publishes the totals of its own demand meter,
-and adds the increase of its peers' totals to `DemandMeter.peers`."""
+and adds the increase of its peers' totals to `DemandMeter.peers`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from warmroute.cluster.messages import Demand
-from warmroute.fleet.demand import COUNTERS, DemandMeter
+from warmroute.core.cluster.messages import Demand
+from warmroute.core.demand import COUNTERS, DemandMeter
 
 
 class SharedDemand:

@@ -1,4 +1,4 @@
-"""Tenants' rate limits over several processes (routing/rate_limits.py has the rule).
+"""Tenants' rate limits over several processes (core/rate_limits.py has the rule).
 
 - A process may take an equal part of what is left of a limit: its slice. It gets another one when it has heard from all
   its peers again, SLICE_S after the last one: then they know what it took, and it knows what they took.
@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from math import inf
 from typing import Final
 
-from warmroute.cluster.peer import Peer
-from warmroute.routing.rate_limits import RateLimits
+from warmroute.core.cluster.peer import Peer
+from warmroute.core.rate_limits import RateLimits
 
 SLICE_S: Final = 0.05
 """Shortest time of a slice. A message arrives within this time, or its sender's slice is the error of the limit."""

@@ -1,14 +1,15 @@
-"""Nodes that were added, drained, removed or given another role at run time, alike in all processes: a register of the
-last change of each node, which every process holds whole.
+"""Nodes that were added, drained, removed or given another role at run time, alike in all processes: a register of
+the last change of each node, which every process holds whole.
 
-A change gets the next version after all those that its process knows. Of two changes of one node the higher version
-counts, then the sender with the higher name, so all processes end with the same register, in whatever order messages
-arrive. Each message carries a digest of its sender's register; a process that sees another digest publishes its whole
-register. So a lost message, a partition or a new process needs nothing else. For the time when all processes have
-ended, the register is also stored in Redis, and what operators did in a file or a ConfigMap (service/node_state.py).
+A change gets the next version after all those that its process knows. Of two changes of one node the higher
+version counts, then the sender with the higher name, so all processes end with the same register, in whatever
+order messages arrive. Each message carries a digest of its sender's register; a process that sees another digest
+publishes its whole register. So a lost message, a partition or a new process needs nothing else. For the time
+when all processes have ended, the register is also stored in Redis, and what operators did in a file or a
+ConfigMap (app/node_state.py).
 
-A role of the register lasts until the node's configured role changes: the process that sees it clears the role. For a
-node that the configuration lists, the configuration wins, except over a drain by hand.
+A role of the register lasts until the node's configured role changes: the process that sees it clears the role.
+For a node that the configuration lists, the configuration wins, except over a drain by hand.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ from typing import Final, Literal, NamedTuple, Protocol
 
 import msgspec
 
-from warmroute.cluster.messages import MAX_CHANGES, MAX_NODE_BYTES, NodeChange
 from warmroute.config import ConfigError, NodeConfig, canonical_address, parse_section
-from warmroute.config.contradictions import same_engine
-from warmroute.config.node_settings import Role
+from warmroute.config.file import same_engine
+from warmroute.config.nodes import Role
+from warmroute.core.cluster.messages import MAX_CHANGES, MAX_NODE_BYTES, NodeChange
+from warmroute.core.fleet import Fleet
+from warmroute.core.node import Node
+from warmroute.core.rejections import NameTaken, UnknownNode
 from warmroute.event_log import EventLog
-from warmroute.fleet.fleet import Fleet, NameTaken, UnknownNode
-from warmroute.fleet.node import Node
 
 log = EventLog("warmroute.cluster")
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import Final
 
 from warmroute._kernel import FirstTokenOrder
-from warmroute.cluster.messages import Update
-from warmroute.fleet.fleet import Fleet
+from warmroute.core.cluster.messages import Update
+from warmroute.core.fleet import Fleet
 
 HOLD_S: Final = 0.15
 

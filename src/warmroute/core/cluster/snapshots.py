@@ -1,12 +1,12 @@
-"""Snapshots: what a process that starts needs to know from a peer, since no engine reports it again: the prompts that
-were routed to each node (for engines without KV events), how often blocks are used again, the homes of conversations,
-and learned speeds.
+"""Snapshots: what a process that starts needs to know from a peer, since no engine reports it again: the prompts
+that were routed to each node (for engines without KV events), how often blocks are used again, the homes of
+conversations, and learned speeds.
 
     new process   Update.asks = peer ──────────────────►  peer
                   ◄── Snapshot messages, one for each node, then homes and tenants, the last one with `last`
 
-A process asks one peer after another until one answers. It takes over a node's prompts only if none was routed there
-yet: until then, it holds the routed prompts of other messages back.
+A process asks one peer after another until one answers. It takes over a node's prompts only if none was routed
+there yet: until then, it holds the routed prompts of other messages back.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import Meta
 
-from warmroute.cluster.messages import (
+from warmroute.core.cache_view import CacheView
+from warmroute.core.cluster.messages import (
     MAX_HOMES,
     MAX_MESSAGE_BYTES,
     MAX_NODES,
@@ -29,11 +30,11 @@ from warmroute.cluster.messages import (
     Name,
     Number,
 )
-from warmroute.cluster.peer import MIN_ANSWERS, Peer
+from warmroute.core.cluster.peer import MIN_ANSWERS, Peer
+from warmroute.core.fleet import Fleet
+from warmroute.core.islands import ConversationAffinity
+from warmroute.core.rejections import UnknownNode
 from warmroute.event_log import EventLog
-from warmroute.fleet.fleet import Fleet, UnknownNode
-from warmroute.index.cache_view import CacheView
-from warmroute.routing.conversation_affinity import ConversationAffinity
 
 log = EventLog("warmroute.cluster")
 
@@ -80,7 +81,7 @@ class Snapshot(msgspec.Struct, frozen=True, array_like=True):
     homes: Annotated[tuple[Home, ...], Meta(max_length=MAX_HOMES)] = ()
     uses: Number = 0.0
     reused: Annotated[tuple[Number, ...], Meta(max_length=256)] = ()
-    """How often blocks are used again, by age (index/reuse.py). Then `pieces` are the sampled blocks."""
+    """How often blocks are used again, by age (core/reuse.py). Then `pieces` are the sampled blocks."""
 
 
 _decoder = msgspec.msgpack.Decoder(Snapshot)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from warmroute.fleet.node import Node
+from warmroute.core.node import Node
 
 Head = tuple[int, float, float]
 """The first of the requests that wait: its priority, its effective work and its prefill time, both in ms."""

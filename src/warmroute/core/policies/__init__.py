@@ -5,18 +5,13 @@ from __future__ import annotations
 from random import Random
 
 from warmroute.config import Pricing, Routing
-from warmroute.index.cache_view import CacheView
-from warmroute.routing.output_length import OutputLengthEstimate
-from warmroute.routing.policies.latency import Latency
-from warmroute.routing.policies.least_loaded import LeastLoaded
-from warmroute.routing.policies.overlap import Approximate, Overlap
-from warmroute.routing.policies.power_of_two import PowerOfTwo
-from warmroute.routing.policies.prefix_hash import PrefixHash
-from warmroute.routing.policies.price_policy import PricePolicy
-from warmroute.routing.policies.random_choice import RandomChoice
-from warmroute.routing.policies.round_robin import RoundRobin
-from warmroute.routing.policies.session import Session
-from warmroute.routing.policy import Policy
+from warmroute.core.cache_view import CacheView
+from warmroute.core.output_length import OutputLengthEstimate
+from warmroute.core.policies.by_load import Latency, LeastLoaded, PowerOfTwo, RandomChoice, RoundRobin
+from warmroute.core.policies.hashing import PrefixHash, Session
+from warmroute.core.policies.overlap import Approximate, Overlap
+from warmroute.core.policies.price import PricePolicy
+from warmroute.core.policy import Policy
 
 
 def make_policy(

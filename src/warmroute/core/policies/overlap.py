@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from typing import Final
 
-from warmroute.fleet.node import Node
-from warmroute.routing.decision import Decision
-from warmroute.routing.policies.least_loaded import LeastLoaded
-from warmroute.routing.policy import Policy
-from warmroute.routing.query import Query
+from warmroute.core.decision import Decision
+from warmroute.core.node import Node
+from warmroute.core.policies.by_load import LeastLoaded
+from warmroute.core.policy import Policy
+from warmroute.core.routing_context import Query
 
 NEARLY_FULL: Final = 0.95
 """Share of KV memory that running requests use."""

@@ -30,15 +30,14 @@ from typing import Final
 
 from warmroute._kernel import RISK_POWER, STALLED_WEIGHT, CacheState, Prices, price_nodes
 from warmroute.config import Pricing
-from warmroute.fleet.group import Candidates
-from warmroute.fleet.prefill_work import work
-from warmroute.index.cache_view import CacheView
-from warmroute.index.lookup import Lookup
-from warmroute.routing.context_fit import ContextFit
-from warmroute.routing.decision import Decision
-from warmroute.routing.output_length import OutputLengthEstimate
-from warmroute.routing.price_terms import ASSUMED_PROMPT_TOKENS, TIE, Price
-from warmroute.routing.query import Query
+from warmroute.core.cache_view import CacheView
+from warmroute.core.decision import Decision
+from warmroute.core.decision_record import ASSUMED_PROMPT_TOKENS, TIE, Price
+from warmroute.core.fleet import Candidates
+from warmroute.core.messages import Lookup
+from warmroute.core.output_length import OutputLengthEstimate
+from warmroute.core.prefill_work import work
+from warmroute.core.routing_context import ContextFit, Query
 
 BEHIND_SHARE: Final = 0.5
 """Fraction of the queue assumed to be behind this request."""
@@ -68,7 +67,7 @@ class PricePolicy:
         self._second_home_ms = config.second_home_ms
         self._late_penalty_ms = config.late_penalty_ms
         self.split = config.split
-        """When another node prefills (see pairs.py)."""
+        """When another node prefills (see core/pairs.py)."""
         self._settings = (config.max_saving_ms, config.cache_weight, config.room, config.memory, config.congestion)
         self._cache_counts = config.cache_weight > 0.0
         self._random = random

@@ -1,42 +1,414 @@
-"""One ext_proc stream: one HTTP request, which Envoy describes in messages. To the proxy it is a client.
-
-    Envoy's body mode              answer to the headers          then
-    -----------------------------  -----------------------------  --------------------------------------------------
-    BUFFERED                       at once: continue              the decision answers the body
-    FULL_DUPLEX_STREAMED           the decision, after the body   the body goes back to Envoy in pieces
-    STREAMED, sent without waiting the decision, after the body   a `continue` for each piece of the body
-    NONE, STREAMED, or no body     the decision, without a prompt
-
-Envoy names its modes in the first message (`protocol_config`). If it does not, the picker assumes the mode that the
-Inference Extension requires, FULL_DUPLEX_STREAMED. A request that has no node yet delays the answer.
-"""
+"""One stream of ext_proc is one request: Envoy's messages, the choice of a node, and what the response shows."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+import msgspec
 from google.protobuf.message import DecodeError
 
+from warmroute._kernel import UNTIL_CLOSE, FirstTokenSearch, RequestHead, ResponseTail, read_usage
+from warmroute.core.calls import Attempts
+from warmroute.core.held_requests import send_or_shed, served_by
+from warmroute.core.messages import Outcome
+from warmroute.core.node import Node
+from warmroute.core.rejections import RoutingError
+from warmroute.core.tickets import Dispatch
 from warmroute.edge import errors
-from warmroute.edge.api_keys import Rights
-from warmroute.edge.body_scanner import ScannedBody
-from warmroute.edge.errors import HttpError
+from warmroute.edge.arrival import Rights, ScannedBody, is_anthropic
+from warmroute.edge.envoy import ext_proc
+from warmroute.edge.envoy.ext_proc import BUFFERED, BUFFERED_PARTIAL, NONE, STREAMED, served_endpoint
+from warmroute.edge.envoy.ext_proc import FULL_DUPLEX_STREAMED as DUPLEX
+from warmroute.edge.envoy.grpc import INVALID_ARGUMENT, Call
+from warmroute.edge.errors import Headers, HttpError, with_request_id
+from warmroute.edge.exchange import names_node, node_headers
+from warmroute.edge.http1 import read_request_head
 from warmroute.edge.large_body import LargeBodyExchange
-from warmroute.edge.local_replies import Headers, with_request_id
-from warmroute.edge.paths import is_anthropic
 from warmroute.edge.proxy_client import RequestExchange
-from warmroute.fleet.node import Node
-from warmroute.picker import messages
-from warmroute.picker.exchange import PickerExchange
-from warmroute.picker.ext_proc import BUFFERED, BUFFERED_PARTIAL, NONE, STREAMED
-from warmroute.picker.ext_proc import FULL_DUPLEX_STREAMED as DUPLEX
-from warmroute.picker.grpc_call import INVALID_ARGUMENT, Call
-from warmroute.picker.request_head import EnvoyHead
-from warmroute.picker.response_head import rate_limits, read_response_head
+from warmroute.edge.response import MAX_TAIL_BYTES, ErrorBody, has_last_event, may_end, seconds_of
+from warmroute.edge.trace_context import RequestTrace
+from warmroute.prompt.prompt import Prompt
 
 if TYPE_CHECKING:
-    from warmroute.picker.server import PickerServer
+    from warmroute.edge.envoy.server import PickerServer
+    from warmroute.edge.proxy import Proxy
+    from warmroute.prompt.reader import PendingPrompt
+
+
+# One request between Envoy and the attempt machine: tells Envoy the node, and observes the response.
+#
+# Envoy sends the request, and sends it again to the next endpoint if one fails. So the machine's ticket is open from
+# the answer to Envoy until the end of the response, and moves if another node answered. Where Envoy shows the picker no
+# response, the end of the stream is the end of the response, and nothing else is learned from it.
+
+_NOT_YET: Final[Any] = None
+NO_ENDPOINT: Final = "its name is not resolved"
+
+
+class PickerExchange(msgspec.Struct, eq=False):
+    # for the whole request
+    _proxy: Proxy
+    _client: PickerStream
+    _head: RequestHead
+    body: bytes
+    attempts: Attempts = _NOT_YET
+    trace: RequestTrace | None = None
+    node_fields: bytes = b""
+    pending_prompt: PendingPrompt | None = None
+    # the response
+    _sent: bool = False
+    """Whether Envoy has the request."""
+    _is_event_stream: bool = False
+    _first_token_search: FirstTokenSearch | None = None
+    _error_body: ErrorBody | None = None
+    """Set if the response is an error whose body Envoy shows."""
+    _tail: ResponseTail | None = None
+    """The last pieces of the response, where its usage is wanted."""
+
+    # Before a node is chosen.
+
+    def prompt_read(self, prompt: Prompt | None) -> None:
+        self.pending_prompt = None
+        if self.attempts.done:
+            return
+        try:
+            self._proxy.enter(self.attempts, prompt)
+        except errors.HttpError as error:
+            self.send_error(error)
+        except Exception as error:
+            self.internal_error(error)
+
+    def time_is_up(self) -> None:
+        """Envoy will not wait longer: decide now, or shed the request."""
+        proxy, attempts = self._proxy, self.attempts
+        if self.pending_prompt is not None:
+            self.pending_prompt.cancel()
+            self.prompt_read(None)
+        if not attempts.done and not attempts.tried:
+            send_or_shed(proxy.admission, proxy.router, attempts, proxy.now())
+
+    def send_error(self, error: errors.HttpError) -> None:
+        """End a request that has no node with an error."""
+        self.attempts.done = True
+        self._client.send_error(error, self.attempts.request_id)
+        self._end_trace(error)
+        self.forget()
+
+    def reject(self, why: RoutingError) -> int:
+        if self._sent:  # the client has the response of the node, or of Envoy
+            return self.attempts.status
+        error = self._proxy.to_http_error(why, self.attempts.request)
+        self._client.send_error(error, self.attempts.request_id)
+        self._end_trace(error)
+        self.forget()
+        return error.status
+
+    # To a node.
+
+    def send(self, node: Node) -> None:
+        attempts, proxy, client = self.attempts, self._proxy, self._client
+        proxy.dispatcher.waiting.pop(attempts, None)  # Envoy has the request: it cannot be moved or hedged
+        if not client.send_to(self, node):
+            attempts.node_failed(Outcome.FAILED, NO_ENDPOINT, proxy.now())
+            return
+        self._sent = attempts.envoy_retries = True
+        self.body = b""
+
+    def withdraw(self) -> None:
+        """The request cannot be taken back from Envoy."""
+
+    withdraw_hedge = promote_hedge = withdraw_prefill = withdraw
+
+    def send_hedge(self, node: Node) -> None:
+        raise AssertionError("Envoy sends a request to one node at a time")
+
+    def send_prefill(self, prefill_node: Node, node: Node) -> None:
+        raise AssertionError("Envoy sends a request to one node at a time")
+
+    def cut(self, why: RoutingError) -> bool:
+        raise AssertionError("Envoy sends the response")
+
+    @property
+    def rank(self) -> int | None:
+        """The data-parallel rank that holds the prompt."""
+        ticket = self.attempts.ticket
+        return ticket.rank if isinstance(ticket, Dispatch) else None
+
+    # The response, as far as Envoy shows it.
+
+    def client_headers(self, head: ObservedHead) -> list[tuple[bytes, bytes]]:
+        """Return the headers that the proxy would add to this response. Call it when the response has started."""
+        attempts, proxy = self.attempts, self._proxy
+        headers = [(b"X-Request-Id", attempts.request_id)]
+        if self._sent and not head.by_envoy:
+            if attempts.charge is not None:
+                limits = attempts.charge.headers(proxy.now())
+                headers += [(name.encode(), value.encode()) for name, value in limits]
+            if proxy.node_headers and names_node(proxy.node_headers, self._head):
+                headers += node_headers(attempts)
+        return headers
+
+    @property
+    def replaces_limits(self) -> bool:
+        """Whether the tenant has rate limits, which replace those of the node."""
+        return self.attempts.charge is not None
+
+    def response_started(self, head: ObservedHead, sees_body: bool) -> None:
+        attempts, now_s, status = self.attempts, self._proxy.now(), head.status
+        if attempts.done:
+            return
+        if head.served is not None and head.served is not attempts.ticket.node:
+            served_by(attempts, self._proxy.dispatcher, head.served, now_s)
+        if self.trace is not None:
+            self.trace.node_answered(attempts.ticket, status)
+        attempts.status = status
+        error = None
+        if status >= 400 and sees_body and not head.by_envoy:
+            self._error_body = ErrorBody(status, UNTIL_CLOSE, head.encoded, self._proxy.keeps_error_text)
+            error = self._error_body.error
+        if head.by_envoy and status < 500:  # another filter rejects the request
+            attempts.abandon(now_s)
+        elif head.by_envoy:
+            attempts.node_failed(Outcome.FAILED, f"Envoy answered {status}", now_s)
+        elif attempts.response_started(status, head.retry_after_s, now_s, error):
+            self._observe(head.is_event_stream, sees_body)
+            return
+        self._proxy.counters.responses[status] += 1  # it failed, and Envoy tried all others
+        self._finish("failed")
+
+    def _observe(self, is_event_stream: bool, sees_body: bool) -> None:
+        attempts = self.attempts
+        if not sees_body:
+            return
+        if attempts.wants_usage:
+            self._tail = ResponseTail(MAX_TAIL_BYTES)
+        if is_event_stream and attempts.status < 400:
+            self._is_event_stream = True
+            self._first_token_search = FirstTokenSearch()
+
+    def response_data(self, data: bytes) -> None:
+        attempts = self.attempts
+        if self._error_body is not None:
+            self._error_body.feed(data)
+        if attempts.done or not attempts.answering or not data:
+            return
+        if self._tail is not None:
+            self._tail.keep(data)
+        if not attempts.ticket.first_token_s:
+            search = self._first_token_search
+            if search is None or search.feed(data):
+                self._first_token_search = None
+                attempts.first_token(self._proxy.now())
+        if self._is_event_stream and may_end(data) and self.has_last_event():
+            self.response_ended()  # Envoy shows the end later, perhaps after the client's next request
+
+    def response_ended(self) -> None:
+        attempts, proxy = self.attempts, self._proxy
+        if self._error_body is not None:
+            self._error_body.finish()
+        if attempts.done:
+            return
+        usage = None
+        if self._tail is not None:
+            usage = read_usage(self._tail.join())
+            if usage is not None:
+                usage = attempts.ticket.node.reported.usage(*usage)
+        attempts.response_ended(usage, proxy.now())
+        self._finish("complete")
+
+    def ended_unseen(self) -> None:
+        """The response has ended, and Envoy did not show it."""
+        attempts = self.attempts
+        if not attempts.done and not attempts.answering:
+            attempts.response_started(0, None, self._proxy.now())
+        self.response_ended()
+
+    def _finish(self, how: str) -> None:
+        proxy = self._proxy
+        if self.trace is not None:
+            self.trace.end(proxy.now(), self.attempts.status)
+        if proxy.log_requests:
+            proxy.log_request(self.attempts, how)
+        self.forget()
+
+    # The end.
+
+    def client_left(self) -> None:
+        self._proxy.client_left(self)
+
+    def has_last_event(self) -> bool:
+        return self._tail is not None and has_last_event(self._tail.join())
+
+    def response_complete(self) -> None:
+        self.response_ended()
+
+    def release(self) -> None:
+        """Give up what the request holds: its prompt, its place in the queue, its ticket."""
+        if self.pending_prompt is not None:
+            self.pending_prompt.cancel()
+        if not self.attempts.done:
+            self.attempts.abandon(self._proxy.now())
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop the body, and what leads from the attempts back to this exchange."""
+        self.body = b""
+        self.attempts.driver = self._proxy.ended
+
+    def internal_error(self, error: Exception) -> None:
+        request_id = self.attempts.request_id
+        http_error = self._proxy.internal_error(error, request_id)
+        try:
+            self.release()
+        except Exception as another:
+            self._proxy.internal_error(another, request_id)
+        self._end_trace(http_error)
+        self._client.send_error(http_error, request_id)
+
+    def cut_off(self) -> None:
+        """The picker stops. Envoy completes a response that has a node without it."""
+        self.release()
+        why = errors.router_stopping()
+        self._end_trace(why)
+        if not self._sent:
+            self._client.send_error(why, self.attempts.request_id)
+
+    def pause_response(self) -> None:
+        """Envoy sends the response to the client."""
+
+    resume_response = pause_response
+
+    def _end_trace(self, error: errors.HttpError) -> None:
+        if self.trace is not None:
+            self.trace.end(self._proxy.now(), error.status, error.code)
+
+
+# Turns the headers that Envoy sends into the request head that the HTTP edge would have read.
+#
+# Envoy has parsed the request and frames it again for the node, so its framing headers say nothing here. The rest goes
+# through the same strict parser as a client's own bytes: the same headers are rejected, and the same ones are read.
+
+OBJECTIVES: Final = ("x-gateway-inference-objective", "x-llm-d-inference-objective")
+"""Name the InferenceObjective of a request, which has its priority: the extension's header, and llm-d's newer name."""
+MODEL: Final = "x-gateway-model-name"
+"""The model, where a filter in front has read the body."""
+_FRAMING: Final = frozenset({"content-length", "transfer-encoding", "connection", "expect", "host", "te", "upgrade"})
+
+
+class EnvoyHead:
+    """A request's head, and what only the picker reads of it."""
+
+    __slots__ = ("body_bytes", "head", "model", "rank_given")
+
+    def __init__(self, fields: Iterable[Any], objectives: Mapping[str, str], limit: int) -> None:
+        """`objectives`: the priority of each InferenceObjective, as X-Priority has it. `limit`: of the head's bytes.
+        Raises HttpError."""
+        method = path = b""
+        authority = b"envoy"
+        lines: list[bytes] = []
+        self.model = ""
+        self.body_bytes = 0
+        self.rank_given = False
+        """Whether the client names a data-parallel rank, which only the router may do."""
+        objective = ""
+        has_priority = False
+        for field in fields:
+            name, value = field.key, field.raw_value or field.value.encode("utf-8", "surrogateescape")
+            if name[:1] == ":":
+                if name == ":path":
+                    path = value
+                elif name == ":method":
+                    method = value
+                elif name == ":authority" and value:
+                    authority = value
+                continue
+            if name in _FRAMING:
+                if name == "content-length" and value.isdigit() and len(value) < 19:
+                    self.body_bytes = int(value)
+                continue
+            if name in OBJECTIVES:
+                objective = value.decode("latin-1")
+            elif name == MODEL:
+                self.model = value.decode("utf-8", "replace")
+            elif name == "x-priority":
+                has_priority = True
+            elif name == "x-data-parallel-rank":
+                self.rank_given = True
+            lines.append(b"%b: %b\r\n" % (name.encode("latin-1", "replace"), value))
+        if not has_priority and (priority := objectives.get(objective, "")):
+            lines.append(b"x-priority: %b\r\n" % priority.encode())
+        data = b"%b %b HTTP/1.1\r\nhost: %b\r\n%b\r\n" % (method, path, authority, b"".join(lines))
+        if len(data) > limit:
+            raise errors.headers_too_large(limit)
+        if data.count(b"\n") != len(lines) + 3 or data.count(b"\r") != len(lines) + 3:
+            raise errors.bad_request("A header contains a line break.")
+        self.head: RequestHead = read_request_head(data, len(data) - 4)
+
+
+# The head of a response, as far as Envoy shows it.
+
+
+class ObservedHead(NamedTuple):
+    status: int
+    """0 if it cannot be read."""
+    served: Node | None
+    """The node that answers; None if it is unknown."""
+    by_envoy: bool
+    """No node answers, but Envoy itself."""
+    retry_after_s: int | None
+    encoded: bool
+    """Whether the body has a content coding, such as gzip."""
+    is_event_stream: bool
+    """Whether its tokens can be seen one by one."""
+
+
+def read_response_head(message: Any, node_at: Callable[[str], Node | None]) -> ObservedHead:
+    """`node_at`: returns the node at an endpoint."""
+    status, content_type, retry_after = 0, b"", b""
+    encoded = from_node = False
+    for field in message.response_headers.headers.headers:
+        name = field.key
+        if name == ":status":
+            value = field.raw_value or field.value.encode()
+            status = int(value) if value.isdigit() and len(value) == 3 else 0
+        elif name == "content-type":
+            content_type = field.raw_value
+        elif name == "retry-after":
+            retry_after = field.raw_value
+        elif name == "content-encoding":
+            encoded = True
+        elif name == "x-envoy-upstream-service-time":  # Envoy's own answers do not have it
+            from_node = True
+    served = served_endpoint(message)
+    return ObservedHead(
+        status,
+        node_at(served) if served else None,
+        not from_node and (status >= 500 or status == 429),
+        seconds_of(retry_after) if status in (429, 503) else None,
+        encoded,
+        not encoded and content_type[:17].lower() == b"text/event-stream",
+    )
+
+
+def rate_limits(message: Any) -> list[str]:
+    """Return the names of the node's headers about its rate limits."""
+    fields = message.response_headers.headers.headers
+    return [field.key for field in fields if field.key.startswith("x-ratelimit-")]
+
+
+# One ext_proc stream: one HTTP request, which Envoy describes in messages. To the proxy it is a client.
+#
+#     Envoy's body mode              answer to the headers          then
+#     -----------------------------  -----------------------------  --------------------------------------------------
+#     BUFFERED                       at once: continue              the decision answers the body
+#     FULL_DUPLEX_STREAMED           the decision, after the body   the body goes back to Envoy in pieces
+#     STREAMED, sent without waiting the decision, after the body   a `continue` for each piece of the body
+#     NONE, STREAMED, or no body     the decision, without a prompt
+#
+# Envoy names its modes in the first message (`protocol_config`). If it does not, the picker assumes the mode that the
+# Inference Extension requires, FULL_DUPLEX_STREAMED. A request that has no node yet delays the answer.
 
 MARGIN: Final = 0.1
 """Share of Envoy's timeout that is left when the picker stops waiting for a node."""
@@ -92,7 +464,7 @@ class PickerStream:
             self._hold(data)
             return
         try:
-            message = messages.Request.FromString(data)
+            message = ext_proc.Request.FromString(data)
         except DecodeError:
             self._call.end(INVALID_ARGUMENT, "not a ProcessingRequest")
             self._end()
@@ -160,7 +532,7 @@ class PickerStream:
         limit_s = config.message_timeout_s
         if config.max_message_timeout_s and self._mode != STREAMED:
             limit_s = config.max_message_timeout_s
-            self._call.write(messages.more_time(limit_s))
+            self._call.write(ext_proc.more_time(limit_s))
         self._timer = asyncio.get_running_loop().call_later(limit_s * (1.0 - MARGIN), self._time_is_up)
 
     def _time_is_up(self) -> None:
@@ -208,11 +580,11 @@ class PickerStream:
                 self._trailers = True
                 self._decide()
             else:
-                self._outbox.append(messages.CONTINUE_TRAILERS)
+                self._outbox.append(ext_proc.CONTINUE_TRAILERS)
         elif kind == "response_trailers":
             if isinstance(self._exchange, PickerExchange):
                 self._exchange.response_ended()
-            self._outbox.append(messages.CONTINUE_RESPONSE_TRAILERS)
+            self._outbox.append(ext_proc.CONTINUE_RESPONSE_TRAILERS)
 
     def _receive_head(self, message: Any) -> None:
         server, http = self._server, message.request_headers
@@ -230,7 +602,7 @@ class PickerStream:
         self.rights = server.proxy.admit(envoy.head)
         self._body_tenant = self.rights.body_tenant
         self.body_started_s = server.proxy.now()
-        hint = messages.subset_hint(message)
+        hint = ext_proc.subset_hint(message)
         if hint is not None:
             self._subset = server.endpoints.names_at(hint)
         if http.end_of_stream or self._mode == NONE:
@@ -242,11 +614,11 @@ class PickerStream:
             if envoy.body_bytes > server.limits.body_bytes:
                 raise errors.body_too_large(server.limits.body_bytes)
             if self._mode in (BUFFERED, BUFFERED_PARTIAL):
-                self._outbox.append(messages.CONTINUE_HEADERS)
+                self._outbox.append(ext_proc.CONTINUE_HEADERS)
 
     def _receive_body(self, http: Any) -> None:
         if self._exchange is not None:  # decided without it
-            self._outbox.append(messages.CONTINUE_BODY)
+            self._outbox.append(ext_proc.CONTINUE_BODY)
             return
         server, piece, tenant = self._server, http.body, self._body_tenant
         self._chunks += 1
@@ -320,22 +692,22 @@ class PickerStream:
         authorization, remove = server.credentials(node, self.rights)
         rank = exchange.rank
         if rank is None and envoy.rank_given:
-            remove = (*remove, messages.RANK)
+            remove = (*remove, ext_proc.RANK)
         on_body = self._has_body and self._mode in (BUFFERED, BUFFERED_PARTIAL)
         outbox = self._outbox
-        outbox.append(messages.decision(named, on_body, rank, authorization, remove))
+        outbox.append(ext_proc.decision(named, on_body, rank, authorization, remove))
         if self._has_body and self._mode == DUPLEX:
-            outbox.extend(messages.request_chunks(self._pieces, not self._trailers))
+            outbox.extend(ext_proc.request_chunks(self._pieces, not self._trailers))
         elif self._has_body and self._mode == STREAMED:
-            outbox.extend([messages.CONTINUE_BODY] * self._chunks)
+            outbox.extend([ext_proc.CONTINUE_BODY] * self._chunks)
         if self._trailers:
-            outbox.append(messages.CONTINUE_TRAILERS)
+            outbox.append(ext_proc.CONTINUE_TRAILERS)
         self._answer()
         return True
 
     def reply(self, status: int, body: bytes, headers: Headers = (), content_type: str = "application/json") -> None:
         """Answer in place of a node."""
-        self._outbox = [messages.immediate(status, body, headers, content_type)]
+        self._outbox = [ext_proc.immediate(status, body, headers, content_type)]
         self._over = True
         if isinstance(self._exchange, LargeBodyExchange):  # which has ended with this
             self._exchange = None
@@ -374,23 +746,23 @@ class PickerStream:
         self._saw_response = True
         exchange, server = self._exchange, self._server
         if not isinstance(exchange, PickerExchange):
-            self._outbox.append(messages.CONTINUE_RESPONSE_HEADERS)
+            self._outbox.append(ext_proc.CONTINUE_RESPONSE_HEADERS)
             return
         server.shows_responses(self._call.peer_host)
         head = read_response_head(message, server.endpoints.node_at)
         exchange.response_started(head, self.sees_responses)
         headers = exchange.client_headers(head)
         limits = rate_limits(message) if exchange.replaces_limits and not head.by_envoy else ()
-        self._outbox.append(messages.response_headers(headers, limits))
+        self._outbox.append(ext_proc.response_headers(headers, limits))
         if message.response_headers.end_of_stream:
             exchange.response_ended()
 
     def _receive_response(self, http: Any) -> None:
         exchange, ends = self._exchange, http.end_of_stream
         if self._response_mode == DUPLEX:
-            self._outbox.append(messages.response_chunk(http.body, ends))
+            self._outbox.append(ext_proc.response_chunk(http.body, ends))
         else:
-            self._outbox.append(messages.CONTINUE_RESPONSE_BODY)
+            self._outbox.append(ext_proc.CONTINUE_RESPONSE_BODY)
         if isinstance(exchange, PickerExchange):
             exchange.response_data(http.body)
             if ends:

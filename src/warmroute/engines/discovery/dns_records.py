@@ -18,7 +18,7 @@ import dns.resolver
 
 from warmroute.blocking import run_in_thread
 from warmroute.config import DiscoveryConfig
-from warmroute.discovery.target import MAX_TARGETS, SourceError, Target, Targets, create_target, split_host_port
+from warmroute.engines.discovery.target import MAX_TARGETS, SourceError, Target, Targets, create_target, split_host_port
 
 MIN_REFRESH_S: Final = 1.0
 """Shortest time between two resolutions, whatever the TTL says."""

@@ -1,34 +1,265 @@
-"""kind = "kubernetes": the Pods with certain labels or of an InferencePool, or the endpoints of a Service, watched.
-
-A Pod that is not ready, or that terminates, gets no new requests, and leaves the fleet when its requests have ended.
-"""
+"""The source `kubernetes`: Pods, Services, InferencePools."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import aclosing
 from fnmatch import fnmatchcase
-from typing import Final
+from typing import Any, Final, NamedTuple
 from urllib.parse import quote
 
 import httpx2
 import msgspec
 
 from warmroute.config import ConfigError, DiscoveryConfig
-from warmroute.config.provisioner_settings import COMMON_VARIABLES
-from warmroute.discovery.inference_pool import Pool, watch_objectives, watch_pool
-from warmroute.discovery.kubernetes_targets import Nodes, key_of, node_names, pod_targets, slice_targets
-from warmroute.discovery.target import MAX_TARGETS, SourceError, Target, Targets
-from warmroute.discovery.turn import Turn
+from warmroute.config.scaling import COMMON_VARIABLES
+from warmroute.engines.discovery.target import LABELS, MAX_TARGETS, SourceError, Target, Targets, Turn, create_target
 from warmroute.event_log import EventLog
-from warmroute.kubernetes.cluster import cluster_config, http_client
-from warmroute.kubernetes.objects import Object, meta
-from warmroute.kubernetes.watch import ApiFailure, Change, get_object, list_and_watch
+from warmroute.kubernetes_api import (
+    REGION,
+    ZONE,
+    ApiFailure,
+    Change,
+    Object,
+    annotations_of,
+    cluster_config,
+    condition,
+    first_label,
+    get_object,
+    http_client,
+    island_of,
+    labels_of,
+    list_and_watch,
+    meta,
+)
+
+# Turns Pods and EndpointSlices into targets.
+#
+# A label or annotation `warmroute/model`, `warmroute/role`, `warmroute/gpu`, `warmroute/engine`, `warmroute/island` or
+# `warmroute/usd-per-hour` sets that property of the node. An annotation overrides a label.
+
+Nodes = Mapping[str, Object]
+"""Kubernetes nodes by name."""
+PREFIX: Final = "warmroute/"
+GPU_PRODUCT: Final = "nvidia.com/gpu.product"
+"""Label of a Kubernetes node, from NVIDIA's GPU feature discovery."""
+
+
+def key_of(one: Object) -> str:
+    return str(meta(one).get("uid") or meta(one).get("name"))
+
+
+def node_names(one: Object) -> list[str]:
+    """Return the Kubernetes nodes that a Pod or the endpoints of a slice run on."""
+    if "endpoints" in one:
+        return [name for endpoint in one["endpoints"] or () if (name := _endpoint_node(endpoint))]
+    own = (one.get("spec") or {}).get("nodeName")
+    return [str(own)] if own else []
+
+
+def pod_targets(config: DiscoveryConfig, pod: Object, nodes: Nodes, invalid: list[str]) -> Iterator[Target]:
+    """Yield the Pod's target; none before it has an address, or after it has ended."""
+    status = pod.get("status") or {}
+    host = str(status.get("podIP") or "")
+    if not host or status.get("phase") in ("Succeeded", "Failed"):
+        return
+    ready = condition(pod, "Ready").get("status") == "True" and not meta(pod).get("deletionTimestamp")
+    node = nodes.get(str((pod.get("spec") or {}).get("nodeName") or ""))
+    labels = _settings(pod, node, first_label(labels_of(pod), REGION), first_label(labels_of(pod), ZONE))
+    port = config.port or _container_port(pod, config.port_name)
+    target = create_target(config, host, port, labels, invalid, name=str(meta(pod).get("name") or ""), ready=ready)
+    if target is not None:
+        yield target
+
+
+def slice_targets(config: DiscoveryConfig, one: Object, nodes: Nodes, invalid: list[str]) -> Iterator[Target]:
+    """Yield a target for each endpoint of an EndpointSlice."""
+    port = config.port or _slice_port(one, config.port_name)
+    for endpoint in one.get("endpoints") or ():
+        addresses = endpoint.get("addresses") or ()
+        state = endpoint.get("conditions") or {}
+        ready = state.get("ready") is not False and not state.get("terminating")
+        zone = endpoint.get("zone") or first_label(endpoint.get("topology") or {}, ZONE)
+        labels = _settings(one, nodes.get(_endpoint_node(endpoint)), "", str(zone or ""))
+        pod = endpoint.get("targetRef") or {}
+        name = str(pod.get("name") or "") if pod.get("kind") == "Pod" else ""
+        if not addresses:
+            continue
+        target = create_target(config, str(addresses[0]), port, labels, invalid, name=name, ready=ready)
+        if target is not None:
+            yield target
+
+
+def _endpoint_node(endpoint: Object) -> str:
+    return str(endpoint.get("nodeName") or (endpoint.get("topology") or {}).get("kubernetes.io/hostname") or "")
+
+
+def _settings(one: Object, node: Object | None, region: str, zone: str) -> dict[str, Any]:
+    """Return the labels of a target. The island is the region of its Kubernetes node. Without the right to read nodes,
+    it is the zone."""
+    island = island_of(node) or (f"kubernetes/{region}" if region else f"kubernetes/{zone}" if zone else "")
+    gpu = str(labels_of(node or {}).get(GPU_PRODUCT) or "").removeprefix("NVIDIA-")
+    found: dict[str, Any] = {"island": island, "gpu": gpu}
+    for values in (labels_of(one), annotations_of(one)):
+        for key in LABELS:
+            value = values.get(PREFIX + key.replace("_", "-"))
+            if value:
+                found[key] = value
+    return found
+
+
+def _container_port(pod: Object, name: str) -> int:
+    """Return the named port, or the only one; 0 if it is unknown."""
+    containers = (pod.get("spec") or {}).get("containers") or ()
+    return _pick([port for one in containers for port in one.get("ports") or ()], "containerPort", name)
+
+
+def _slice_port(one: Object, name: str) -> int:
+    return _pick(one.get("ports") or (), "port", name)
+
+
+def _pick(ports: Any, key: str, name: str) -> int:
+    numbers = [port.get(key) for port in ports if not name or port.get("name") == name]
+    found = {number for number in numbers if isinstance(number, int) and 0 < number < 65536}
+    return found.pop() if len(found) == 1 else 0
+
+
+# InferencePools and InferenceObjectives of the Gateway API Inference Extension.
+#
+# A pool selects Pods by their labels, and names the ports of their engines: each port is a node. An objective gives the
+# requests that name it (header `x-gateway-inference-objective`) a priority. Objectives began in the extension's group
+# and moved to llm-d's: a cluster may have both.
 
 log = EventLog("warmroute.discovery")
+
+POOLS: Final = "/apis/inference.networking.k8s.io/v1/{}/inferencepools"
+OBJECTIVES: Final = "/apis/{}/v1alpha2/{}/inferenceobjectives"
+OBJECTIVE_GROUPS: Final = ("inference.networking.x-k8s.io", "llm-d.ai")
+MAX_OBJECTS: Final = 1_000
+MAX_PORTS: Final = 8
+FORBIDDEN, NOT_FOUND = 403, 404
+RETRY_S: Final = 10.0
+"""After the objectives could not be read."""
+ABSENT_S: Final = 60.0
+"""After a cluster did not know what an objective is."""
+
+
+class Pool(NamedTuple):
+    selector: str
+    ports: tuple[int, ...]
+
+
+def read_pool(one: Object) -> Pool:
+    """Raises SourceError for a pool that selects nothing."""
+    spec: Any = one.get("spec")
+    try:
+        labels = spec["selector"]["matchLabels"]
+        selector = ",".join(f"{key}={value}" for key, value in sorted(labels.items()))
+        ports = tuple(dict.fromkeys(port["number"] for port in spec["targetPorts"]))[:MAX_PORTS]
+    except (KeyError, TypeError, AttributeError):
+        selector, ports = "", ()
+    if not selector or not ports or not all(isinstance(port, int) and 0 < port < 65536 for port in ports):
+        raise SourceError("the InferencePool has no selector.matchLabels or no valid targetPorts")
+    return Pool(selector, ports)
+
+
+def read_priority(one: Object, pool: str) -> str:
+    """Return the priority of an objective as X-Priority has it; empty if it belongs to another pool."""
+    spec: Any = one.get("spec")
+    reference = spec.get("poolRef") if isinstance(spec, dict) else None
+    if not isinstance(reference, dict) or reference.get("name") != pool:
+        return ""
+    number = spec.get("priority") or 0
+    if not isinstance(number, int):
+        return ""
+    return "high" if number > 0 else "low" if number < 0 else "normal"
+
+
+async def watch_pool(client: httpx2.AsyncClient, namespace: str, name: str) -> AsyncIterator[Pool]:
+    """Yield the pool, and again whenever it changes. Raises SourceError if it does not exist."""
+    last: Pool | None = None
+    try:
+        async with aclosing(list_and_watch(client, POOLS.format(namespace), "", MAX_OBJECTS)) as changes:
+            async for change in changes:
+                ours = [one for one in change.objects if meta(one).get("name") == name]
+                if (change.kind == "listed" and not ours) or (change.kind == "deleted" and ours):
+                    raise SourceError(f"the InferencePool {name!r} does not exist")
+                if ours and (pool := read_pool(ours[-1])) != last:
+                    last = pool
+                    yield pool
+    except ApiFailure as failure:
+        raise SourceError(str(failure)) from None
+
+
+async def watch_objectives(
+    client: httpx2.AsyncClient, namespace: str, pool: str, source: str, report: Callable[[dict[str, str]], None]
+) -> None:
+    """Report the priority of each objective of the pool, now and after each change. Never fails: without objectives,
+    all requests have the priority that they ask for."""
+    objectives = _Objectives(source, report)
+    async with asyncio.TaskGroup() as tasks:
+        for group in OBJECTIVE_GROUPS:
+            tasks.create_task(_watch_group(client, group, OBJECTIVES.format(group, namespace), pool, objectives))
+
+
+class _Objectives:
+    """The priorities of all objectives, by API group."""
+
+    def __init__(self, source: str, report: Callable[[dict[str, str]], None]) -> None:
+        self._source = source
+        self._report = report
+        self._by_group: dict[str, dict[str, str]] = {}
+        self._failing: set[str] = set()
+
+    def changed(self, group: str, priorities: dict[str, str]) -> None:
+        self._failing.clear()
+        self._by_group[group] = dict(priorities)
+        self._report({name: priority for found in self._by_group.values() for name, priority in found.items()})
+
+    def failed(self, group: str, failure: ApiFailure) -> None:
+        """Log it, once. A cluster that grants the right to read one of the groups need not have the other."""
+        if failure.status == FORBIDDEN and self._by_group.keys() - {group}:
+            return
+        if group not in self._failing:
+            self._failing.add(group)
+            log.warning(
+                "objectives_unreadable",
+                "The priorities of InferenceObjectives stay as they are. The router tries again.",
+                source=self._source,
+                reason=f"{group}: {failure}",
+            )
+
+
+async def _watch_group(client: httpx2.AsyncClient, group: str, path: str, pool: str, objectives: _Objectives) -> None:
+    while True:
+        priorities: dict[str, str] = {}
+        pause_s = RETRY_S
+        try:
+            async with aclosing(list_and_watch(client, path, "", MAX_OBJECTS)) as changes:
+                async for change in changes:
+                    if change.kind == "listed":
+                        priorities.clear()
+                    for one in change.objects:
+                        name, priority = str(meta(one).get("name")), read_priority(one, pool)
+                        if change.kind == "deleted" or not priority:
+                            priorities.pop(name, None)
+                        elif len(priorities) < MAX_OBJECTS:
+                            priorities[name] = priority
+                    objectives.changed(group, priorities)
+        except ApiFailure as failure:
+            if failure.status == NOT_FOUND:  # the cluster has no such resource
+                pause_s = ABSENT_S
+            else:
+                objectives.failed(group, failure)
+        await asyncio.sleep(pause_s)
+
+
+# kind = "kubernetes": the Pods with certain labels or of an InferencePool, or the endpoints of a Service, watched.
+#
+# A Pod that is not ready, or that terminates, gets no new requests, and leaves the fleet when its requests have ended.
 
 SERVICE_LABEL: Final = "kubernetes.io/service-name"
 SLICE_VERSIONS: Final = ("v1", "v1beta1")

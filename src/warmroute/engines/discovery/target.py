@@ -1,17 +1,20 @@
-"""A target: an engine that a source lists, as a node's configuration, and whether it is ready for requests.
-
-The author of a source's labels names models, roles and prices, so the values are checked and bounded. A label
-never sets an API key or an endpoint of KV events.
-"""
+"""A target: a node's configuration as a source lists it; long lists leave the event loop its turns."""
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import math
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple, Protocol, get_args, get_type_hints
 
 from warmroute.config import DEFAULT_ENGINE_PORT, ConfigError, DiscoveryConfig, NodeConfig, canonical_address, node_name
+
+# A target: an engine that a source lists, as a node's configuration, and whether it is ready for requests.
+#
+# The author of a source's labels names models, roles and prices, so the values are checked and bounded. A label
+# never sets an API key or an endpoint of KV events.
 
 MAX_TARGETS: Final = 2_000
 """Nodes of one source. The router ignores further ones."""
@@ -141,3 +144,22 @@ def split_host_port(text: str) -> tuple[str, int] | None:
     if not host or (port and not (port.isascii() and port.isdigit() and 0 < int(port) < 65536)):
         return None
     return host, int(port or 0)
+
+
+# Shares the event loop with requests while many nodes are read or changed.
+
+TURN_S: Final = 0.002
+
+
+class Turn:
+    """Call `share` after each piece of work: after TURN_S, other tasks get their turn."""
+
+    __slots__ = ("_since_s",)
+
+    def __init__(self) -> None:
+        self._since_s = time.perf_counter()
+
+    async def share(self) -> None:
+        if time.perf_counter() - self._since_s > TURN_S:
+            await asyncio.sleep(0)
+            self._since_s = time.perf_counter()

@@ -16,7 +16,7 @@ import msgspec
 
 from warmroute.blocking import run_in_thread
 from warmroute.config import DiscoveryConfig
-from warmroute.discovery.target import SourceError, Target, Targets, create_target, split_host_port
+from warmroute.engines.discovery.target import SourceError, Target, Targets, create_target, split_host_port
 
 POLL_S: Final = 0.5
 MAX_FILE_BYTES: Final = 4 << 20

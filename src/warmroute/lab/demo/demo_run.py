@@ -14,13 +14,10 @@ import msgspec
 from rich.console import Console
 
 from warmroute.config import ConfigError
-from warmroute.demo import show_comparison, show_scaling
-from warmroute.demo.autoscaled_fleet import AutoscaledFleet, FleetOptions
-from warmroute.demo.child_processes import Children, free_port
-from warmroute.demo.router_process import RouterProcess
-from warmroute.demo.routing_comparison import MODEL, RoutingComparison
-from warmroute.demo.scaling_demo import LoadPlan, ScalingDemo
-from warmroute.demo.variable_load import VariableLoad
+from warmroute.lab.demo import part_routing, part_scaling
+from warmroute.lab.demo.part_routing import MODEL, RoutingComparison
+from warmroute.lab.demo.part_scaling import AutoscaledFleet, FleetOptions, LoadPlan, ScalingDemo, VariableLoad
+from warmroute.lab.demo.processes import Children, RouterProcess, free_port
 
 FIRST_PORT = 8080
 
@@ -77,11 +74,11 @@ class _Demo:
     async def _compare(self, is_last: bool) -> bool:
         """Return whether no request failed."""
         comparison = RoutingComparison(self._children, self._folder, self._options.speed)
-        show_comparison.introduce(self._console)
+        part_routing.introduce(self._console)
         await comparison.start_engines()
-        with show_comparison.progress(self._console) as bars:
+        with part_routing.progress(self._console) as bars:
             runs = await comparison.run(self._port, bars.advance)
-        show_comparison.conclude(self._console, runs, await comparison.example_decision())
+        part_routing.conclude(self._console, runs, await comparison.example_decision())
         if is_last and not self._options.exit:
             await self._keep_serving(comparison.router)
         await asyncio.to_thread(comparison.stop)
@@ -90,13 +87,13 @@ class _Demo:
     async def _scale(self) -> bool:
         """Return whether the fleet grew and shrank, lost no request and stopped no engine that had one."""
         options, plan = FleetOptions(), LoadPlan()
-        show_scaling.introduce(self._console, options)
+        part_scaling.introduce(self._console, options)
         async with AutoscaledFleet(self._children, self._folder, self._port, options) as fleet:
             load = VariableLoad(fleet.router.url, MODEL)
             _show_link(self._console, fleet.router)
-            with show_scaling.LiveView(self._console, options, plan) as view:
+            with part_scaling.LiveView(self._console, options, plan) as view:
                 result = await ScalingDemo(fleet, load, plan, view.show).run()
-            succeeded = show_scaling.conclude(self._console, options, plan, load, result)
+            succeeded = part_scaling.conclude(self._console, options, plan, load, result)
             if not self._options.exit:
                 await self._keep_serving(fleet.router, autoscaled=True)
         return succeeded

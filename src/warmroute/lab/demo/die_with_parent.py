@@ -1,6 +1,6 @@
 """Runs a warmroute command that ends when another process ends:
 
-    python -m warmroute.demo.die_with_parent PID LOG engine …
+    python -m warmroute.lab.demo.die_with_parent PID LOG engine …
 
 is `warmroute engine …` until the process PID ends, even if that is killed and cannot stop its children.
 
@@ -35,4 +35,4 @@ if __name__ == "__main__":
     if log != "-":
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), sys.stderr.fileno())
     sys.argv[1:] = command
-    runpy.run_module("warmroute.cli.main", run_name="__main__")
+    runpy.run_module("warmroute.app.main", run_name="__main__")

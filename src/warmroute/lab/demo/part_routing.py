@@ -1,36 +1,37 @@
-"""Part 1 of the demo: conversations through three simulated engines, first with round_robin, then with price.
-
-The engines' caches are small on purpose: together they hold all conversations, if each one stays on one engine. The
-engines clear their caches before the second run. The results are what the engines report (`usage` in the responses,
-metrics) and what the clients measure.
-
-This is a demonstration, not a benchmark: the workload was chosen to show the difference. With short conversations and a
-common system prompt, or if all conversations begin at once, round_robin finds much of the cache too.
-"""
+"""Part 1 of the demo: the same conversations with round_robin and with price."""
 
 from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import msgspec
+from rich.console import Console
+from rich.padding import Padding
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
 
 from warmroute.config import ConfigError
-from warmroute.demo.child_processes import Child, Children, free_port
-from warmroute.demo.load_generator.streaming_client import (
-    RequestFailed,
-    RequestRefused,
-    StreamedResponse,
-    send_streaming,
-)
-from warmroute.demo.router_process import RouterProcess, send_request, start_router
-from warmroute.fake_engine.server.word_list import WORDS
-from warmroute.replay.summary import percentile
+from warmroute.lab.demo.processes import Child, Children, RouterProcess, free_port, send_request, start_router
+from warmroute.lab.engine.tokenizers import WORDS
+from warmroute.lab.load import RequestFailed, RequestRefused, StreamedResponse, send_streaming
+from warmroute.lab.summary import percentile
+
+# Part 1 of the demo: conversations through three simulated engines, first with round_robin, then with price.
+#
+# The engines' caches are small on purpose: together they hold all conversations, if each one stays on one engine. The
+# engines clear their caches before the second run. The results are what the engines report (`usage` in the responses,
+# metrics) and what the clients measure.
+#
+# This is a demonstration, not a benchmark: the workload was chosen to show the difference. With short conversations and
+# a common system prompt, or if all conversations begin at once, round_robin finds much of the cache too.
 
 MODEL = "sim"
 ENGINES = 3
@@ -204,3 +205,77 @@ async def _engine_totals(url: str) -> EngineTotals:
 
 def _metric(page: str, name: str) -> int:
     return int(sum(float(value) for value in re.findall(rf"^{name}\{{[^}}]*\}} (\S+)$", page, re.MULTILINE)))
+
+
+# Part 1 of the demo on a terminal.
+
+
+def introduce(console: Console) -> None:
+    console.print(
+        f"[bold]1. Cache-aware routing[/]\n"
+        f"Warmroute routes to {ENGINES} simulated engines ({PROFILE}, {BLOCKS * BLOCK_SIZE:,} KV tokens each).\n"
+        f"They take as long as real engines and need no GPU. {CONVERSATIONS} conversations\n"
+        f"of {TURNS} turns, each about its own document, run twice: with the policy\n"
+        f"{POLICIES[0]}, then with price.\n",
+        highlight=False,
+    )
+
+
+class ProgressBars:
+    def __init__(self, bars: Progress) -> None:
+        self._bars = bars
+        self._tasks = {policy: bars.add_task(policy, start=False, total=CONVERSATIONS * TURNS) for policy in POLICIES}
+
+    def advance(self, policy: str) -> None:
+        self._bars.start_task(self._tasks[policy])  # has no effect after the first call
+        self._bars.advance(self._tasks[policy])
+
+
+@contextmanager
+def progress(console: Console) -> Iterator[ProgressBars]:
+    with Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description:<12}"),
+        BarColumn(bar_width=30),
+        MofNCompleteColumn(),
+        TextColumn("requests"),
+        TimeElapsedColumn(),
+        console=console,
+    ) as bars:
+        yield ProgressBars(bars)
+
+
+def conclude(console: Console, runs: list[PolicyRun], example_decision: str) -> None:
+    console.print(_engines_table(runs), _results_table(runs))
+    if example_decision:
+        console.print("One decision, as the router explains it:")
+        console.print(Padding(Text(example_decision, "cyan"), (0, 0, 1, 2), expand=False))
+
+
+def _engines_table(runs: list[PolicyRun]) -> Table:
+    table = Table(title="Requests and cached prompt tokens of each engine", title_justify="left")
+    table.add_column("engine")
+    for run in runs:
+        table.add_column(f"{run.policy}\nrequests", justify="right", no_wrap=True)
+        table.add_column("\ncached", justify="right")
+    for index in range(ENGINES):
+        row = [f"node-{index + 1}"]
+        for run in runs:
+            engine = run.engines[index]
+            row += [str(engine.requests), f"{engine.cached_tokens / max(1, engine.prompt_tokens):.0%}"]
+        table.add_row(*row)
+    return table
+
+
+def _results_table(runs: list[PolicyRun]) -> Table:
+    table = Table(title="Results", title_justify="left")
+    table.add_column("")
+    for run in runs:
+        table.add_column(run.policy, justify="right")
+    table.add_row("cached prompt tokens", *(f"{run.hit_rate:.1%}" for run in runs))
+    for name, fraction in (("p50", 0.5), ("p90", 0.9)):
+        table.add_row(f"time to first token, {name}", *(f"{run.ttft_ms(fraction):,.0f} ms" for run in runs))
+    table.add_row("total time", *(f"{run.seconds:.1f} s" for run in runs))
+    if any(run.failed for run in runs):
+        table.add_row("[red]failed requests", *(str(run.failed) for run in runs))
+    return table

@@ -14,21 +14,21 @@ allocates a step's blocks one step ahead). tests/fake_engine/test_like_recorded_
 recordings of a real vLLM, step by step.
 """
 
-from warmroute.fake_engine.core.engine_config import EngineConfig
-from warmroute.fake_engine.core.engine_request import (
+from warmroute.lab.engine.blocks import KvEvent, KvEventSink, SharedStore
+from warmroute.lab.engine.scheduler import Scheduler
+from warmroute.lab.engine.timing import Timing
+from warmroute.lab.engine.values import (
+    EngineConfig,
     EngineOutput,
     EngineRequest,
+    EngineStats,
     Finished,
     FirstToken,
     RequestTooLong,
+    Sequence,
+    State,
     Token,
 )
-from warmroute.fake_engine.core.engine_stats import EngineStats
-from warmroute.fake_engine.core.kv_event_types import KvEvent, KvEventSink
-from warmroute.fake_engine.core.scheduler import Scheduler
-from warmroute.fake_engine.core.sequence import Sequence, State
-from warmroute.fake_engine.core.shared_store import SharedStore
-from warmroute.fake_engine.core.step_timing import Timing
 
 
 class EngineCore:

@@ -15,9 +15,8 @@ from math import inf
 
 import msgspec
 
-from warmroute.fake_engine.core import EngineConfig
-from warmroute.fake_engine.server.histogram import Histogram
-from warmroute.fake_engine.server.rank import Rank
+from warmroute.lab.engine.rank import Histogram, Rank
+from warmroute.lab.engine.values import EngineConfig
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _PAGE_BYTES = resource.getpagesize()

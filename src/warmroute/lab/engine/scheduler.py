@@ -1,20 +1,297 @@
-"""The scheduler of one engine: the waiting queue, the running batch, and the blocks of its sequences.
+"""What each step computes: the waiting queue, the running batch, its adapters and blocks."""
 
-A step first gives the decoding sequences the blocks they need, then continues the prompt that did not fit into the last
-step, then admits waiting requests, all within a token budget. When blocks run out, the scheduler preempts the last
-running sequence (or the one of the lowest priority): it loses all blocks and returns to the front of the queue.
-"""
+import heapq
+from collections import deque
+from collections.abc import Iterator
+from typing import Protocol
 
-from warmroute.fake_engine.core.block_pool import BlockPool
-from warmroute.fake_engine.core.decode_batch import DecodeBatch
-from warmroute.fake_engine.core.engine_config import EngineConfig
-from warmroute.fake_engine.core.engine_stats import EngineStats
-from warmroute.fake_engine.core.kv_event_types import GPU, BlockStored, KvEvent
-from warmroute.fake_engine.core.lora_slots import LoraSlots
-from warmroute.fake_engine.core.sequence import Sequence, State
-from warmroute.fake_engine.core.shared_store import SharedStore
-from warmroute.fake_engine.core.step_timing import Timing
-from warmroute.fake_engine.core.waiting_queue import ArrivalQueue, PriorityQueue, WaitingQueue
+from warmroute.lab.engine.blocks import GPU, BlockPool, BlockStored, KvEvent, SharedStore
+from warmroute.lab.engine.timing import Timing
+from warmroute.lab.engine.values import EngineConfig, EngineStats, Sequence, State
+
+# The queue of waiting requests: first come first served, or by priority with ties broken by arrival.
+#
+# A request that leaves from the middle is only marked. The queue drops it when it reaches the front.
+
+
+class WaitingQueue(Protocol):
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[Sequence]: ...
+
+    def push(self, sequence: Sequence) -> None: ...
+
+    def push_front(self, sequence: Sequence) -> None: ...
+
+    def peek(self) -> Sequence: ...
+
+    def pop(self) -> Sequence: ...
+
+    def count_removed(self) -> None:
+        """Count one request less. The caller then changes the state of that request."""
+
+
+class ArrivalQueue:
+    __slots__ = ("_length", "_queue")
+
+    def __init__(self) -> None:
+        self._queue: deque[Sequence] = deque()
+        self._length = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return (sequence for sequence in self._queue if sequence.state is State.WAITING)
+
+    def push(self, sequence: Sequence) -> None:
+        self._queue.append(sequence)
+        self._length += 1
+
+    def push_front(self, sequence: Sequence) -> None:
+        self._queue.appendleft(sequence)
+        self._length += 1
+
+    def peek(self) -> Sequence:
+        while self._queue[0].state is not State.WAITING:
+            self._queue.popleft()
+        return self._queue[0]
+
+    def pop(self) -> Sequence:
+        self.peek()
+        self._length -= 1
+        return self._queue.popleft()
+
+    def count_removed(self) -> None:
+        self._length -= 1
+
+
+class PriorityQueue:
+    __slots__ = ("_heap", "_length")
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[int, int, Sequence]] = []
+        self._length = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return (entry[2] for entry in sorted(self._heap) if entry[2].state is State.WAITING)
+
+    def push(self, sequence: Sequence) -> None:
+        heapq.heappush(self._heap, (sequence.request.priority, sequence.arrival, sequence))
+        self._length += 1
+
+    def push_front(self, sequence: Sequence) -> None:
+        self.push(sequence)
+
+    def peek(self) -> Sequence:
+        while self._heap[0][2].state is not State.WAITING:
+            heapq.heappop(self._heap)
+        return self._heap[0][2]
+
+    def pop(self) -> Sequence:
+        self.peek()
+        self._length -= 1
+        return heapq.heappop(self._heap)[2]
+
+    def count_removed(self) -> None:
+        self._length -= 1
+
+
+# The decoding sequences of a batch: when the blocks of each change, when each finishes, and how long steps take.
+#
+# A decoding sequence gains one token in each step, so its length follows from the step number. The batch keeps only two
+# schedules: the steps in which a sequence needs or fills a block, and the steps in which it finishes.
+#
+# A *decode run* is a series of consecutive steps that only decode, all with the same sequences. Its k-th step takes
+# floor + g·(context + k·size) ms, so the end of each step has a closed form. The engine computes it from the start of
+# the run, whether it takes steps one by one or many at once. So both ways give exactly the same times.
+
+
+class DecodeBatch:
+    __slots__ = ("_block_size", "_due", "_finish", "_in_run", "_offsets", "_run", "_timing", "size")
+
+    def __init__(self, timing: Timing, block_size: int) -> None:
+        self._timing = timing
+        self._block_size = block_size
+        self.size = 0
+        self._offsets = 0  # Σ token_offset of the batch
+        self._finish: list[tuple[int, int, Sequence]] = []
+        """A heap of (finish_step, admission, sequence). It can contain outdated entries."""
+        self._due: dict[int, list[Sequence]] = {}  # step → sequences whose blocks may change in it
+        self._in_run = False
+        self._run = (0.0, 0, 0.0, 0.0, 0.0)  # start ms, first step, floor ms, g·context, g·size/2
+
+    def context_tokens(self, step: int) -> int:
+        """The KV tokens that the decodes of this step read."""
+        return self._offsets + self.size * (step - 1)
+
+    def add(self, sequence: Sequence, step: int) -> None:
+        """Add a sequence that decodes from this step on. Its `tokens` include the one just emitted."""
+        sequence.state = State.DECODING
+        sequence.token_offset = sequence.tokens - step
+        sequence.finish_step = step + sequence.request.output_tokens - sequence.emitted - 1
+        heapq.heappush(self._finish, (sequence.finish_step, sequence.admission, sequence))
+        self.size += 1
+        self._offsets += sequence.token_offset
+        self._in_run = False
+        last_of_block = sequence.tokens % self._block_size
+        self.set_due_step(sequence, step if last_of_block <= 1 else step + self._block_size - last_of_block)
+
+    def remove(self, sequence: Sequence, step: int, emitted_in_step: int) -> None:
+        """Remove a sequence. `emitted_in_step` is 1 if its token of this step counts, else 0."""
+        grown = sequence.token_offset + step + emitted_in_step - sequence.tokens
+        sequence.tokens += grown
+        sequence.emitted += grown
+        self.size -= 1
+        self._offsets -= sequence.token_offset
+        self._in_run = False
+
+    def set_due_step(self, sequence: Sequence, step: int) -> None:
+        """Set the next step in which the sequence needs or fills a block."""
+        sequence.due_step = step
+        if step <= sequence.finish_step:
+            due = self._due.get(step)
+            if due is None:
+                self._due[step] = [sequence]
+            else:
+                due.append(sequence)
+
+    def pop_due(self, step: int) -> list[Sequence]:
+        """Remove and return the sequences whose blocks change in this step, in batch order."""
+        due = self._due.pop(step, None)
+        if due is None:
+            return []
+        if len(due) > 1:
+            due.sort(key=_admission)
+        return due
+
+    def has_due(self, step: int) -> bool:
+        return step in self._due
+
+    def next_finish_step(self) -> int:
+        """Return the first step in which a sequence finishes. The batch must not be empty."""
+        heap = self._finish
+        while True:
+            step, admission, sequence = heap[0]
+            if _still_finishes(sequence, step, admission):
+                return step
+            heapq.heappop(heap)
+
+    def pop_finished(self, step: int) -> list[Sequence]:
+        """Remove and return the sequences that finish in this step, in batch order."""
+        done: list[Sequence] = []
+        heap = self._finish
+        while heap and heap[0][0] <= step:
+            finish_step, admission, sequence = heapq.heappop(heap)
+            if _still_finishes(sequence, finish_step, admission):
+                done.append(sequence)
+        return done
+
+    def end_run(self) -> None:
+        """Make the next decode-only step start a new run."""
+        self._in_run = False
+
+    def change_timing(self, timing: Timing) -> None:
+        """Use another timing from the next step on."""
+        self._timing = timing
+        self._in_run = False
+
+    def step_end_ms(self, step: int, started_ms: float) -> float:
+        """Return the end of a decode-only step that starts now. It continues the current run or starts one."""
+        if not self._in_run:
+            timing = self._timing
+            self._in_run = True
+            self._run = (
+                started_ms,
+                step,
+                timing.decode_floor_ms(self.size) + timing.overhead_ms,
+                timing.g * self.context_tokens(step),
+                timing.g * self.size / 2,
+            )
+        return self.end_ms(step)
+
+    def end_ms(self, step: int) -> float:
+        """Return the end of a step of the current run."""
+        start_ms, first, floor_ms, context_ms, half_growth_ms = self._run
+        k = step - first + 1
+        return start_ms + k * (floor_ms + context_ms + half_growth_ms * (k - 1))
+
+    def step_in_progress(self, step: int, limit: int, now_ms: float, strictly_before: bool) -> int:
+        """Return the step in progress at `now_ms` (or just before it), at most `limit`. `step` has ended."""
+        ended = self.end_ms(limit - 1)
+        if ended < now_ms or (ended == now_ms and not strictly_before):
+            return limit
+        low, high = step + 1, limit - 1  # bounds of the first step that has not ended
+        while low < high:
+            middle = (low + high) // 2
+            end = self.end_ms(middle)
+            if end < now_ms or (end == now_ms and not strictly_before):
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+
+def _admission(sequence: Sequence) -> int:
+    return sequence.admission
+
+
+def _still_finishes(sequence: Sequence, step: int, admission: int) -> bool:
+    """Return whether a heap entry is valid: the sequence has neither left the batch nor skipped a step since."""
+    return sequence.state is State.DECODING and sequence.admission == admission and sequence.finish_step == step
+
+
+# LoRA adapters on the GPU: at most `slots` in one batch. Loading another one evicts the least recently used.
+
+
+class LoraSlots:
+    __slots__ = ("_resident", "_running", "load_ms", "slots")
+
+    def __init__(self, slots: int, load_ms: float) -> None:
+        self.slots = slots
+        self.load_ms = load_ms
+        self._resident: dict[str, None] = {}  # least recently used first
+        self._running: dict[str, int] = {}  # adapter → requests in the batch
+
+    @property
+    def running(self) -> list[str]:
+        return list(self._running)
+
+    def admits(self, name: str | None) -> bool:
+        return name is None or name in self._running or len(self._running) < self.slots
+
+    def add_request(self, name: str | None) -> float:
+        """Count a request that joins the batch. Return the time (ms) to load its adapter."""
+        if name is None:
+            return 0.0
+        self._running[name] = self._running.get(name, 0) + 1
+        if name in self._resident:
+            del self._resident[name]
+            self._resident[name] = None
+            return 0.0
+        if len(self._resident) >= self.slots:
+            del self._resident[next(other for other in self._resident if other not in self._running)]
+        self._resident[name] = None
+        return self.load_ms
+
+    def remove_request(self, name: str | None) -> None:
+        if name is None:
+            return
+        count = self._running[name] - 1
+        if count:
+            self._running[name] = count
+        else:
+            del self._running[name]
+
+
+# The scheduler of one engine: the waiting queue, the running batch, and the blocks of its sequences.
+#
+# A step first gives the decoding sequences the blocks they need, then continues the prompt that did not fit into the
+# last step, then admits waiting requests, all within a token budget. When blocks run out, the scheduler preempts the
+# last running sequence (or the one of the lowest priority): it loses all blocks and returns to the front of the queue.
 
 
 class Scheduler:

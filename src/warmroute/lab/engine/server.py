@@ -1,4 +1,4 @@
-"""The simulated engine's HTTP server: its endpoints, its start and its stop."""
+"""vLLM's HTTP endpoints around the simulated engine, and its failures on command."""
 
 from __future__ import annotations
 
@@ -8,31 +8,114 @@ import os
 import signal
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any
+from random import Random
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 
 from warmroute.config import Limits
 from warmroute.edge.async_handler import AsyncHandler, Request, Responder
-from warmroute.edge.listener import Listener
-from warmroute.edge.listening_sockets import listen_tcp
-from warmroute.edge.plain_sockets import Server
+from warmroute.edge.client_connection import Listener
+from warmroute.edge.sockets import Server, listen_tcp
 from warmroute.edge.timer_wheel import TimerWheel
 from warmroute.event_log import EventLog
-from warmroute.fake_engine.core import EngineConfig, Timing
-from warmroute.fake_engine.core.shared_store import SharedStore
-from warmroute.fake_engine.server import embeddings_api, messages_api, metrics_page, request_bodies, vllm_errors
-from warmroute.fake_engine.server.engine_clock import EngineClock
-from warmroute.fake_engine.server.fake_tokenizer import Tokenizer
-from warmroute.fake_engine.server.faults import Fault, Faults
-from warmroute.fake_engine.server.generation import PlannedResponse, ResponsePlanner, respond
-from warmroute.fake_engine.server.kv_event_publisher import BUFFER_BATCHES, HIGH_WATER_MARK, EventPublisher
-from warmroute.fake_engine.server.kv_transfers import FETCH_PATH, KvTransfers
-from warmroute.fake_engine.server.messages_api import AnthropicError
-from warmroute.fake_engine.server.rank import Rank
-from warmroute.fake_engine.server.request_bodies import decode_body
-from warmroute.fake_engine.server.responses_api import ResponsesRequest
-from warmroute.fake_engine.server.vllm_errors import ApiError
+from warmroute.lab.engine import api_bodies, generation, metrics_page
+from warmroute.lab.engine.api_bodies import AnthropicError, ApiError, ResponsesRequest, decode_body
+from warmroute.lab.engine.blocks import SharedStore
+from warmroute.lab.engine.generation import PlannedResponse, ResponsePlanner, respond
+from warmroute.lab.engine.rank import (
+    BUFFER_BATCHES,
+    FETCH_PATH,
+    HIGH_WATER_MARK,
+    EngineClock,
+    EventPublisher,
+    KvTransfers,
+    Rank,
+)
+from warmroute.lab.engine.timing import Timing
+from warmroute.lab.engine.tokenizers import Tokenizer
+from warmroute.lab.engine.values import EngineConfig
+
+# Faults that a running simulated engine has on command. POST /_sim/fail takes one of:
+#
+#     {"mode": "die"}                          the process exits at once, as with kill -9
+#     {"mode": "hang"}                         the engine answers nothing and running responses stop, as in a deadlock
+#     {"mode": "hang", "health": true}         the same, but /health and /metrics answer, as when only the GPU hangs
+#     {"mode": "error500", "share": 0.5}       this fraction of new generations fails with 500 (default: 1)
+#     {"mode": "busy503", "share": 0.5}        this fraction of new generations fails with 503 (default: 1)
+#     {"mode": "slow", "factor": 4}            the engine runs at a quarter of its speed
+#     {"mode": "drop_events", "share": 0.1}    this fraction of event batches is lost; replay still has them
+#     {"mode": "restart"}                      restart in place: empty cache, event sequence from 0, new process start
+#                                              time, counters at zero, running responses broken off
+#     {"mode": "early_role"}                   streams send a chunk with only a role at once, long before the first
+#     token
+#     {"mode": "early_comment"}                streams send a comment (`: ping`) at once
+#     {"mode": "none"}                         no fault; responses that hung continue
+#
+# A new mode replaces the previous one. `restart` ends by itself. GET /_sim/fail returns the current mode. /_sim answers
+# in every mode.
+
+Mode = Literal[
+    "none", "die", "hang", "error500", "busy503", "slow", "drop_events", "restart", "early_role", "early_comment"
+]
+
+
+class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    mode: Mode
+    share: Annotated[float, Meta(ge=0, le=1)] = 1.0
+    factor: Annotated[float, Meta(gt=0)] = 1.0
+    health: bool = False
+
+
+NO_FAULT = Fault("none")
+
+
+class Faults:
+    """The current fault of one engine."""
+
+    def __init__(self, seed: int) -> None:
+        self.fault = NO_FAULT
+        self._random = Random(seed)
+        self._not_hanging = asyncio.Event()
+        self._not_hanging.set()
+
+    def set(self, fault: Fault) -> None:
+        if fault.mode == "die":
+            os._exit(137)
+        self.fault = NO_FAULT if fault.mode == "restart" else fault
+        if self.fault.mode == "hang":
+            self._not_hanging.clear()
+        else:
+            self._not_hanging.set()
+
+    def drops_event(self) -> bool:
+        """Return whether the next event batch is lost."""
+        return self.fault.mode == "drop_events" and self._random.random() < self.fault.share
+
+    def next_error(self) -> Literal["error500", "busy503"] | None:
+        """Return how the next generation fails, or None."""
+        mode = self.fault.mode
+        if (mode == "error500" or mode == "busy503") and self._random.random() < self.fault.share:
+            return mode
+        return None
+
+    @property
+    def early_event(self) -> Literal["early_role", "early_comment"] | None:
+        """Return what a stream sends before its first token, or None."""
+        mode = self.fault.mode
+        return mode if mode == "early_role" or mode == "early_comment" else None
+
+    async def wait_while_hanging(self, path: str) -> None:
+        while not self._not_hanging.is_set() and not (self.fault.health and path in ("/health", "/metrics")):
+            await self._not_hanging.wait()
+
+    @property
+    def slowdown(self) -> float:
+        return self.fault.factor if self.fault.mode == "slow" else 1.0
+
+
+# The simulated engine's HTTP server: its endpoints, its start and its stop.
 
 log = EventLog("warmroute.fake_engine")
 
@@ -225,12 +308,12 @@ class EngineServer:
 
     def _chat(self, request: Request, responder: Responder) -> Awaitable[None]:
         self._raise_fault()
-        body = decode_body(request.body, request_bodies.ChatRequest)
+        body = decode_body(request.body, api_bodies.ChatRequest)
         return self._generate(self._planner.chat(body), request, responder)
 
     def _completion(self, request: Request, responder: Responder) -> Awaitable[None]:
         self._raise_fault()
-        body = decode_body(request.body, request_bodies.CompletionRequest)
+        body = decode_body(request.body, api_bodies.CompletionRequest)
         return self._generate(self._planner.completion(body), request, responder)
 
     def _response(self, request: Request, responder: Responder) -> Awaitable[None]:
@@ -240,21 +323,21 @@ class EngineServer:
 
     def _message(self, request: Request, responder: Responder) -> Awaitable[None]:
         self._raise_fault()
-        body = decode_body(request.body, messages_api.MessagesRequest)
+        body = decode_body(request.body, api_bodies.MessagesRequest)
         return self._generate(self._planner.message(body), request, responder)
 
     def _count_message_tokens(self, request: Request, responder: Responder) -> None:
-        body = decode_body(request.body, messages_api.CountTokensRequest)
+        body = decode_body(request.body, api_bodies.CountTokensRequest)
         _reply(responder, {"input_tokens": len(self._planner.message_tokens(body))})
 
     def _embeddings(self, request: Request, responder: Responder) -> Awaitable[None]:
         self._raise_fault()
-        body = decode_body(request.body, embeddings_api.EmbeddingsRequest)
+        body = decode_body(request.body, generation.EmbeddingsRequest)
         planner, config = self._planner, self.config
         planner.check_model(body.model)
-        inputs = embeddings_api.input_tokens(body, config.tokenizer, planner.max_model_len)
+        inputs = generation.input_tokens(body, config.tokenizer, planner.max_model_len)
         lora_name = body.model if body.model in config.loras else None
-        return embeddings_api.respond(
+        return generation.respond_with_embeddings(
             body, inputs, body.model or config.model, lora_name, self._rank_for(request), _request_id(request),
             responder, config.engine.block_size,
         )  # fmt: skip
@@ -268,9 +351,9 @@ class EngineServer:
     def _raise_fault(self) -> None:
         match self.faults.next_error():
             case "error500":
-                raise vllm_errors.engine_failed()
+                raise api_bodies.engine_failed()
             case "busy503":
-                raise vllm_errors.overloaded()
+                raise api_bodies.overloaded()
 
     def _rank_for(self, request: Request) -> Rank:
         """Return the rank that the request names, or the least loaded one, with ties in turn."""
@@ -278,7 +361,7 @@ class EngineServer:
         if named:
             if not named.isdigit() or int(named) >= len(self.ranks):
                 shown = named.decode("ascii", "replace")[:20]
-                raise vllm_errors.bad_request(f"data_parallel_rank {shown} is out of range [0, {len(self.ranks)}).")
+                raise api_bodies.bad_request(f"data_parallel_rank {shown} is out of range [0, {len(self.ranks)}).")
             return self.ranks[int(named)]
         self._next_rank += 1
         count = len(self.ranks)
@@ -286,7 +369,7 @@ class EngineServer:
 
     def _release_kv(self, request: Request, responder: Responder) -> None:
         """Another engine fetches the KV cache of a request."""
-        body = decode_body(request.body, request_bodies.FetchRequest)
+        body = decode_body(request.body, api_bodies.FetchRequest)
         if self.kv_transfers is None or not self.kv_transfers.release(body.request_id):
             raise _PlainError(404, "Not Found")
         _reply(responder, {})
@@ -330,18 +413,18 @@ class EngineServer:
         }
 
     def _tokenize(self, request: Request, responder: Responder) -> None:
-        body = decode_body(request.body, request_bodies.TokenizeRequest)
+        body = decode_body(request.body, api_bodies.TokenizeRequest)
         if body.messages:
             tokens = self._planner.chat_tokens(body.messages, body.tools, body.add_generation_prompt)
         elif body.prompt is not None:
             tokens = self.config.tokenizer.encode(body.prompt, body.add_special_tokens)
         else:
-            raise vllm_errors.bad_body("Either `prompt` or `messages` is needed.")
+            raise api_bodies.bad_body("Either `prompt` or `messages` is needed.")
         limit = self._planner.max_model_len
         _reply(responder, {"count": len(tokens), "max_model_len": limit, "tokens": tokens, "token_strs": None})
 
     def _detokenize(self, request: Request, responder: Responder) -> None:
-        body = decode_body(request.body, request_bodies.DetokenizeRequest)
+        body = decode_body(request.body, api_bodies.DetokenizeRequest)
         _reply(responder, {"prompt": self.config.tokenizer.decode(body.tokens)})
 
     def _metrics(self, _request: Request, responder: Responder) -> None:

@@ -1,35 +1,85 @@
-"""Timing and memory of a model on a GPU: `profile("l4-1.5b")`, `profile("2xh100-32b")`.
+"""How long a step takes, by GPU and model."""
 
-Three profiles were measured on one H200 in bf16: h200-1.5b, h200-8b and h200-32b. Their coefficients are fits to these
-measurements (step_timing.py has the formulas). The other profiles are scaled from them, each term by its cause:
-
-- Computation (b, d, f2): by the ratio of sustained fp16 TFLOPs, which is the data sheet × `Gpu.efficiency`.
-- Memory reads (h, f, g, and the part of m and e that reads the weights once at MEMORY_EFFICIENCY): by the ratio of
-  memory bandwidths.
-- Latency (a, and the rest of m and e): not scaled. Over the three measured models, a is 0.050 to 0.055 ms per layer,
-  the rest of m is 0.039 to 0.058 and that of e 0.027 to 0.035, although the largest model has 20 times the parameters
-  of the smallest. This is time to launch kernels, so a T4 does not take longer for it.
-- e2 follows from the batch size at which decoding turns from memory bound to compute bound.
-- 70 B: scaled from 32 B. Work on the weights grows with the parameters; attention, KV (both models have 64 heads and 8
-  KV heads of 128), latency and the cost per sequence (f) grow with the layers.
-- Several GPUs (tensor parallel): work is divided by n · PARALLEL_EFFICIENCY^log2(n), latency is not divided. With this
-  efficiency two H100s prefill 7,200 cold tokens of the 32 B at 15,900 tokens/s, as llm-d's published workload shows for
-  its pods. It assumes NVLink. GPUs on PCIe are slower.
-
-Accuracy: the model gives 12.8 ms per token for the 8 B on an A100 with 40 GB (1,555 GB/s); 13.3 ms were measured (75
-tokens/s with vLLM 0.23, johnmusgrave.com/p/vllm-throughput-latency-sweep-on). llm-d's pods show at least 15.8 to 16.1
-ms (guides/inference-scheduling); 2xh100-32b gives 15.2. The power limits of T4 and L4 slow them down by an amount that
-depends on the load: their efficiencies below are those of GEMMs without a pause.
-
-A name without a count means the smallest number of GPUs (1, 2, 4, 8, 16) that holds the weights and 32,768 tokens of KV
-cache. One H100 holds a 32 B model and only 29 k KV tokens, so `h100-32b` is `2xh100-32b`. `1xh100-32b` is one GPU.
-"""
+from __future__ import annotations
 
 from math import log2
 
 import msgspec
 
-from warmroute.fake_engine.core.step_timing import Timing
+# The duration of an engine step in milliseconds. The formulas were fitted to measurements on an H200.
+#
+# With n new tokens, c cached tokens before them, and a decode batch with the sum of its contexts:
+#
+#     prefill     = max(m, a + b·n) + d·n·(c + n/2) + h·c
+#     decode step = max(e + f·batch, e2 + f2·batch) + g·context
+#     mixed step  = max(m, a + b·(n + batch)) + Σ d·n·(c + n/2) + h·Σ c + g·context
+#
+# The fits cover the model's forward pass only. `overhead_ms` is what the engine adds to each step.
+
+
+class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Coefficients in ms. The formulas above show what each one multiplies."""
+
+    m: float
+    a: float
+    b: float
+    d: float
+    h: float
+    e: float
+    f: float
+    e2: float
+    f2: float
+    g: float
+    overhead_ms: float = 0.2
+    """Sampling (0.04 to 0.18 ms measured on an H200 when greedy), and scheduling that does not overlap with the GPU."""
+    reload_us_per_token: float = 0.0
+    """Time to copy KV from host memory back to the GPU."""
+
+    def slowed_by(self, factor: float) -> Timing:
+        """Return a timing in which everything takes `factor` times as long."""
+        return Timing(**{name: factor * value for name, value in msgspec.structs.asdict(self).items()})
+
+    def attention_ms(self, new_tokens: int, cached_tokens: int) -> float:
+        """The part of a prefill whose cost adds to the rest of the step."""
+        return self.d * new_tokens * (cached_tokens + new_tokens / 2) + self.h * cached_tokens
+
+    def decode_floor_ms(self, batch: int) -> float:
+        """The forward pass of a decode step over an empty context."""
+        return max(self.e + self.f * batch, self.e2 + self.f2 * batch)
+
+    def mixed_ms(self, new_tokens: int, attention_ms: float, batch: int, context_tokens: int) -> float:
+        """The forward pass of a step with prefill chunks and decodes. `attention_ms`: the sum over the chunks."""
+        return max(self.m, self.a + self.b * (new_tokens + batch)) + attention_ms + self.g * context_tokens
+
+
+# Timing and memory of a model on a GPU: `profile("l4-1.5b")`, `profile("2xh100-32b")`.
+#
+# Three profiles were measured on one H200 in bf16: h200-1.5b, h200-8b and h200-32b. Their coefficients are fits to
+# these measurements (the formulas are above). The other profiles are scaled from them, each term by its cause:
+#
+# - Computation (b, d, f2): by the ratio of sustained fp16 TFLOPs, which is the data sheet × `Gpu.efficiency`.
+# - Memory reads (h, f, g, and the part of m and e that reads the weights once at MEMORY_EFFICIENCY): by the ratio of
+#   memory bandwidths.
+# - Latency (a, and the rest of m and e): not scaled. Over the three measured models, a is 0.050 to 0.055 ms per layer,
+#   the rest of m is 0.039 to 0.058 and that of e 0.027 to 0.035, although the largest model has 20 times the parameters
+#   of the smallest. This is time to launch kernels, so a T4 does not take longer for it.
+# - e2 follows from the batch size at which decoding turns from memory bound to compute bound.
+# - 70 B: scaled from 32 B. Work on the weights grows with the parameters; attention, KV (both models have 64 heads and
+#   8
+#   KV heads of 128), latency and the cost per sequence (f) grow with the layers.
+# - Several GPUs (tensor parallel): work is divided by n · PARALLEL_EFFICIENCY^log2(n), latency is not divided. With
+#   this
+#   efficiency two H100s prefill 7,200 cold tokens of the 32 B at 15,900 tokens/s, as llm-d's published workload shows
+#   for
+#   its pods. It assumes NVLink. GPUs on PCIe are slower.
+#
+# Accuracy: the model gives 12.8 ms per token for the 8 B on an A100 with 40 GB (1,555 GB/s); 13.3 ms were measured (75
+# tokens/s with vLLM 0.23, johnmusgrave.com/p/vllm-throughput-latency-sweep-on). llm-d's pods show at least 15.8 to 16.1
+# ms (guides/inference-scheduling); 2xh100-32b gives 15.2. The power limits of T4 and L4 slow them down by an amount
+# that depends on the load: their efficiencies below are those of GEMMs without a pause.
+#
+# A name without a count means the smallest number of GPUs (1, 2, 4, 8, 16) that holds the weights and 32,768 tokens of
+# KV cache. One H100 holds a 32 B model and only 29 k KV tokens, so `h100-32b` is `2xh100-32b`. `1xh100-32b` is one GPU.
 
 MEMORY_UTILISATION = 0.9
 """vLLM's default gpu_memory_utilization."""

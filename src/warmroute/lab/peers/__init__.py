@@ -1,15 +1,21 @@
-"""Which nodes hold which blocks, as another router estimates it: from KV events, or from the requests it routed.
-
-Each block has one integer with a bit for each node, so that a match looks at all nodes at once.
-"""
+"""Other routers' policies and scalers, written from what they publish; this file has what they share."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from random import Random
 
-from warmroute.fake_engine.core.kv_event_types import CPU, AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
-from warmroute.fleet.node import Node
+from warmroute.core.decision import Decision
+from warmroute.core.messages import RoutingRequest
+from warmroute.core.node import Node
+from warmroute.lab.engine.blocks import CPU, AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
+from warmroute.lab.request_flow import SimulatedRequest
+from warmroute.lab.simulated_router import PolicyListener
+
+# Which nodes hold which blocks, as another router estimates it: from KV events, or from the requests it routed.
+#
+# Each block has one integer with a bit for each node, so that a match looks at all nodes at once.
 
 
 class Holders:
@@ -112,3 +118,54 @@ class EventBlocks(Holders):
                 self.store(node, event.block_hashes)
             elif isinstance(event, BlockRemoved):
                 self.remove(node, event.block_hashes)
+
+
+# What most peers share: an estimate of which nodes hold which blocks, and the choice of the cheapest node.
+
+
+def simulated(request: RoutingRequest) -> SimulatedRequest:
+    assert isinstance(request, SimulatedRequest), "other routers' policies run in simulations only"
+    return request
+
+
+class PeerPolicy(PolicyListener):
+    wants_tokens = False
+    queues_at_router = False
+
+    def __init__(self, name: str, random: Random, blocks: RoutedBlocks | EventBlocks) -> None:
+        self.name = name
+        self.wants_kv_events = isinstance(blocks, EventBlocks)
+        self._random = random
+        self._blocks = blocks
+        self._block_size = 16
+
+    def _depths(self, request: RoutingRequest, nodes: Sequence[Node]) -> tuple[list[int], list[int]]:
+        """Return the prompt's blocks, and for each node how many of the first ones it holds."""
+        chain = simulated(request).blocks(self._block_size)
+        return chain, self._blocks.depths(chain, nodes)
+
+    def _pick_lowest(self, nodes: Sequence[Node], costs: Sequence[float], reason: str) -> Decision:
+        """Choose the node with the lowest cost, with ties broken at random. The fallbacks are the others by cost."""
+        least = min(costs)
+        tied = [node for node, cost in zip(nodes, costs, strict=True) if cost == least]
+        chosen = tied[0] if len(tied) == 1 else tied[int(self._random.random() * len(tied))]
+
+        def by_cost() -> list[Node]:
+            return [nodes[at] for at in sorted(range(len(nodes)), key=costs.__getitem__)]
+
+        return Decision(chosen, self.name, reason, by_cost)
+
+    def node_joined(self, node: Node, block_size: int, num_blocks: int) -> None:
+        self._block_size = block_size
+        self._blocks.capacity = max(self._blocks.capacity, num_blocks)
+
+    def node_left(self, node: Node) -> None:
+        self._blocks.clear(node)
+
+    def request_sent(self, request: SimulatedRequest, node: Node, now_s: float) -> None:
+        if isinstance(self._blocks, RoutedBlocks):
+            self._blocks.add(node, request.blocks(self._block_size))
+
+    def kv_events(self, node: Node, incarnation: int, sequence: int, events: list[KvEvent], now_s: float) -> None:
+        if isinstance(self._blocks, EventBlocks):
+            self._blocks.apply(node, incarnation, events)

@@ -1,27 +1,104 @@
-"""KubeAI's PrefixHash, as of KubeAI 0.22.1 (internal/loadbalancer/balance_chwbl.go, October 2025): consistent hashing
-with bounded load.
-
-The hash of the first 100 characters of the first user message is a point on a ring with 256 virtual nodes for each
-node. From there on, the first node takes the request for which
-
-    load + 1 ≤ 1.25 × (total load + 1) / nodes
-
-or the first node of all if there is none, or if nothing is in flight. The load is the number of requests in flight.
-"""
+"""The rules of SGLang's, AIBrix' and KubeAI's routers."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator
 from random import Random
+from statistics import fmean, stdev
 
-from warmroute.fake_engine.core.block_content import seed64
-from warmroute.fleet.group import Candidates
-from warmroute.fleet.node import Node
-from warmroute.replay.peers.peer_policy import simulated
-from warmroute.replay.simulation.policy_listener import PolicyListener
-from warmroute.routing.decision import Decision
-from warmroute.routing.query import Query
+from warmroute.core.decision import Decision
+from warmroute.core.fleet import Candidates
+from warmroute.core.node import Node
+from warmroute.core.routing_context import Query
+from warmroute.lab.engine.blocks import seed64
+from warmroute.lab.peers import PeerPolicy, RoutedBlocks, simulated
+from warmroute.lab.simulated_router import PolicyListener
+
+# SGLang's cache_aware policy, as of SGLang 0.5.18 (sgl-model-gateway/src/policies/cache_aware.rs, August 2026).
+#
+#     if max − min > 64 and max > 1.5 × min, over requests in flight:  the least loaded
+#     else if the longest match in its tree > 0.3 of the prompt:       a node with that match
+#     else:                                                            the least loaded
+#
+# The thresholds are the defaults of its launcher. Before 2026 a miss went to the node with the smallest tree;
+# vllm-router 0.1.16 still does that (`miss_by_tree=true`). The tree is estimated from routed requests. It holds blocks
+# here instead of characters, and evicts LRU over 2^26 characters a node (taken as 4 characters a token).
+
+
+class Sglang(PeerPolicy):
+    def __init__(
+        self, random: Random, *, cache_threshold: float = 0.3, balance_abs: int = 64, balance_rel: float = 1.5,
+        tree_tokens: int = 2**26 // 4, miss_by_tree: bool = False,
+    ) -> None:  # fmt: skip
+        self._tree = RoutedBlocks()
+        super().__init__("sglang", random, self._tree)
+        self._cache_threshold = cache_threshold
+        self._balance_abs = balance_abs
+        self._balance_rel = balance_rel
+        self._tree_tokens = tree_tokens
+        self._miss_by_tree = miss_by_tree
+
+    def decide(self, query: Query) -> Decision:
+        nodes = query.candidates.nodes
+        loads = [node.inflight for node in nodes]
+        if max(loads) - min(loads) > self._balance_abs and max(loads) > self._balance_rel * min(loads):
+            return self._pick_lowest(nodes, loads, "out of balance: least loaded")
+        chain, depths = self._depths(query.request, nodes)
+        if chain and max(depths) / len(chain) > self._cache_threshold:
+            return self._pick_lowest(nodes, [-depth for depth in depths], "longest match")
+        if self._miss_by_tree:
+            return self._pick_lowest(nodes, [self._tree.size(node) for node in nodes], "smallest tree")
+        return self._pick_lowest(nodes, loads, "least loaded")
+
+    def node_joined(self, node: Node, block_size: int, num_blocks: int) -> None:
+        super().node_joined(node, block_size, num_blocks)
+        self._tree.capacity = self._tree_tokens // block_size
+
+
+# AIBrix's prefix-cache policy, as of AIBrix 0.7.0 (pkg/plugins/gateway/algorithms/prefix_cache.go, August 2026).
+#
+#     candidates:                        if max − min > 16, over requests in flight: the least loaded nodes; else all
+#     of these with load ≤ mean + 2 σ:   the longest match, then the least loaded
+#     no match:                          the least loaded
+#
+# The code's own defaults are 8 and 1 σ; its manifests (config/gateway/gateway-plugin) ship 16 and 2 σ, as here. The
+# match is approximate: it is estimated from routed requests, with as many blocks as the node has, evicted LRU.
+
+
+class Aibrix(PeerPolicy):
+    def __init__(self, random: Random, *, imbalance: int = 16, sigmas: float = 2.0) -> None:
+        super().__init__("aibrix", random, RoutedBlocks())
+        self._imbalance = imbalance
+        self._sigmas = sigmas
+
+    def decide(self, query: Query) -> Decision:
+        nodes = query.candidates.nodes
+        loads = [node.inflight for node in nodes]
+        least, most = min(loads), max(loads)
+        bound = fmean(loads) + (self._sigmas * stdev(loads) if len(loads) > 1 else 0.0)
+        if most - least > self._imbalance:
+            bound = least
+        _, depths = self._depths(query.request, nodes)
+        if any(depth and load <= bound for depth, load in zip(depths, loads, strict=True)):
+            # The longest match first, then the lowest load; nodes above the bound come last.
+            costs = [
+                (load - depth * 1e6) if load <= bound else 1e12 + load
+                for depth, load in zip(depths, loads, strict=True)
+            ]
+            return self._pick_lowest(nodes, costs, "longest match")
+        return self._pick_lowest(nodes, loads, "least loaded")
+
+
+# KubeAI's PrefixHash, as of KubeAI 0.22.1 (internal/loadbalancer/balance_chwbl.go, October 2025): consistent hashing
+# with bounded load.
+#
+# The hash of the first 100 characters of the first user message is a point on a ring with 256 virtual nodes for each
+# node. From there on, the first node takes the request for which
+#
+#     load + 1 ≤ 1.25 × (total load + 1) / nodes
+#
+# or the first node of all if there is none, or if nothing is in flight. The load is the number of requests in flight.
 
 KEY_CHARACTERS = 100
 

@@ -23,13 +23,12 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from random import Random
 
-from warmroute.fleet.node import Node
-from warmroute.prompt.routing_request import RoutingRequest
-from warmroute.replay.peers.block_holders import EventBlocks, RoutedBlocks
-from warmroute.replay.peers.peer_policy import PeerPolicy, simulated
-from warmroute.replay.simulation.simulated_request import SimulatedRequest
-from warmroute.routing.decision import Decision
-from warmroute.routing.query import Query
+from warmroute.core.decision import Decision
+from warmroute.core.messages import RoutingRequest
+from warmroute.core.node import Node
+from warmroute.core.routing_context import Query
+from warmroute.lab.peers import EventBlocks, PeerPolicy, RoutedBlocks, simulated
+from warmroute.lab.request_flow import SimulatedRequest
 
 SPECULATIVE_S = 2.0
 

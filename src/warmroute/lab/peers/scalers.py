@@ -21,9 +21,9 @@ from collections.abc import Sequence
 from math import ceil
 
 from warmroute.config import Scaling
-from warmroute.replay.simulation.simulated_scaling import BusyShares
+from warmroute.lab.simulated_scaling import BusyShares
 from warmroute.scaling.capacity import GpuSpeeds
-from warmroute.scaling.fleet_observer import FleetView
+from warmroute.scaling.observer import FleetView
 from warmroute.scaling.offer_selection import OfferSelector
 from warmroute.scaling.scaling_decision import AddNode, PaidNode, RemoveNode, ScalingDecision, paid_for
 

@@ -13,14 +13,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
-from warmroute.fleet.node import Node
-from warmroute.replay.peers.dynamo_router import Dynamo
-from warmroute.replay.peers.llm_d_router import LlmDPrecise
-from warmroute.replay.peers.peer_policy import simulated
-from warmroute.replay.simulation.simulated_request import SimulatedRequest
-from warmroute.routing.decision import Decision
-from warmroute.routing.pairs import Pair
-from warmroute.routing.query import Query
+from warmroute.core.decision import Decision
+from warmroute.core.node import Node
+from warmroute.core.pairs import Pair
+from warmroute.core.routing_context import Query
+from warmroute.lab.peers import simulated
+from warmroute.lab.peers.dynamo import Dynamo
+from warmroute.lab.peers.llm_d import LlmDPrecise
+from warmroute.lab.request_flow import SimulatedRequest
 
 
 class LlmDSplit(LlmDPrecise):

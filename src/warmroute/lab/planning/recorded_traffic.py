@@ -1,16 +1,4 @@
-"""The recorded traffic of the last minutes as a sample that can be replayed.
-
-Replays are measured in the last part of the recorded time (MEASURED_SHARE). The requests before it fill the caches.
-
-A router with much traffic replays a part of it on a part of the fleet: the conversations whose hash is below a
-threshold. Whole conversations are kept or left out, so caches work as in the whole. For k nodes and a sample with the
-fraction f of all requests, round(k · f) nodes are simulated, and the load is scaled so that each simulated node gets as
-many requests as a real one (other_loads.py).
-
-The sample has work for at least MIN_SIMULATED_NODES nodes if it can. If that is still too many requests, it has only
-the last part of the recorded time, with caches as warm as they were (time_cut.py). If less than MIN_MEASURED_SHARE of
-the recorded time could be measured, it has work for fewer nodes, at last for one.
-"""
+"""Recorded traffic as a sample that fits into a replay."""
 
 from __future__ import annotations
 
@@ -19,10 +7,83 @@ from typing import Final
 
 import msgspec
 
-from warmroute.fake_engine.core.block_content import mix64
-from warmroute.replay.planning.recorded_request import RecordedRequest
-from warmroute.replay.planning.time_cut import cut
+from warmroute.lab.engine.blocks import mix64
+from warmroute.lab.workloads.workload_prompt import WorkloadPrompt
 from warmroute.scaling.fleet_plan import RECENT_SHARE
+
+# One request of the recorded traffic.
+
+
+class RecordedRequest(msgspec.Struct, gc=False):
+    prompt: WorkloadPrompt
+    at_ms: float
+    conversation: int
+    """The same number for all turns of a conversation."""
+
+
+# Cuts recorded traffic by time if it has too many requests for a replay, with caches as warm as they were at the cut.
+#
+#     before the cut   the last turn of each conversation: its prompt has all turns before it, so it fills the caches
+#     with
+#                      what they held. Those of conversations that go on come first, then the latest ones. They come in
+#                      their order at equal distances: each prefills a whole prompt, and most came shortly before the
+#                      cut.
+#     after the cut    every request
+#
+# A cut alone would begin with empty caches: a conversation that has lasted for minutes would have its whole prompt
+# prefilled again, and the fleet would look too small.
+
+WARM_UP_SHARE: Final = 0.25
+"""Of a replay's requests: at least as many fill the caches with conversations that have ended, if there are as many."""
+
+
+def cut(requests: Sequence[RecordedRequest], most: int) -> tuple[list[RecordedRequest], float]:
+    """Return at most `most` requests in the order of their arrival, and the time of the cut. `requests`: likewise."""
+    count, ended_wanted = len(requests), int(WARM_UP_SHARE * most)
+    begun = _distinct_before(requests)
+    unfinished = _distinct_before(requests[::-1])[::-1]
+    total = begun[count]
+    first = next(
+        at
+        for at in range(count + 1)
+        if (count - at) + (begun[at] + unfinished[at] - total) + min(total - unfinished[at], ended_wanted) <= most
+    )
+    going_on = {one.conversation for one in requests[first:]}
+    last_turns = {one.conversation: one for one in requests[:first]}
+    kept = [one for one in last_turns.values() if one.conversation in going_on]
+    ended = [one for one in last_turns.values() if one.conversation not in going_on]
+    ended.sort(key=lambda one: one.at_ms)
+    room = max(0, most - (count - first) - len(kept))
+    kept += ended[len(ended) - min(room, len(ended)) :]
+    kept.sort(key=lambda one: one.at_ms)
+    cut_ms, first_ms = requests[min(first, count - 1)].at_ms, requests[0].at_ms
+    distance_ms = (cut_ms - first_ms) / max(1, len(kept))
+    spread = [RecordedRequest(one.prompt, first_ms + at * distance_ms, one.conversation) for at, one in enumerate(kept)]
+    return [*spread, *requests[first:]], cut_ms
+
+
+def _distinct_before(requests: Sequence[RecordedRequest]) -> list[int]:
+    """Return how many conversations the first 0, 1, 2, … requests have."""
+    seen: set[int] = set()
+    counts = [0]
+    for one in requests:
+        seen.add(one.conversation)
+        counts.append(len(seen))
+    return counts
+
+
+# The recorded traffic of the last minutes as a sample that can be replayed.
+#
+# Replays are measured in the last part of the recorded time (MEASURED_SHARE). The requests before it fill the caches.
+#
+# A router with much traffic replays a part of it on a part of the fleet: the conversations whose hash is below a
+# threshold. Whole conversations are kept or left out, so caches work as in the whole. For k nodes and a sample with the
+# fraction f of all requests, round(k · f) nodes are simulated, and the load is scaled so that each simulated node gets
+# as many requests as a real one (fleet_replay.py).
+#
+# The sample has work for at least MIN_SIMULATED_NODES nodes if it can. If that is still too many requests, it has only
+# the last part of the recorded time, with caches as warm as they were. If less than
+# MIN_MEASURED_SHARE of the recorded time could be measured, it has work for fewer nodes, at last for one.
 
 MEASURED_SHARE: Final = 0.6
 MEASURED_AFTER_CUT: Final = 0.8

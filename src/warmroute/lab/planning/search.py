@@ -1,43 +1,34 @@
-"""Which fleets are replayed, and which one is chosen: the cheapest that meets the objective with a margin.
-
-    load to add nodes       growth · (1 + margin + chance)                  the fleet has to meet the objective with it
-    load to remove nodes    growth · (1 + margin + max(margin, chance))     what is left has to stay below SPARE_EXCESS
-
-`growth` and `chance` are the forecast (recorded_traffic.py), `margin` is configured. While the load rises, what is left
-has to hold RISING times the load to remove nodes.
-
-If the current fleet does not meet the objective, the search doubles the number of added nodes of each offer until it
-does, then bisects, and takes the cheapest result. If three times the fleet is hardly better, none meets the objective:
-then the plan is the smallest fleet that comes within CLOSE of the best. The next searches go by this, and check with
-three times the fleet whether it is still so. If the current fleet meets the objective, the search removes nodes: 1, 2,
-4, 8, …
-
-Two rules against chance, since searches are many and each could buy a node, or keep one:
-- A fleet that misses its limit narrowly is replayed twice, with other copies of conversations, and the mean counts.
-- A much larger fleet is replayed, too, on which hardly any request waits (_ample). If its TTFT p90 is above the usual
-  one (usual_floor.py), the recorded prompts are longer than usual. More nodes do not change that, so this difference
-  does not count for any fleet.
-"""
+"""Which fleets are replayed and which one is chosen: in a process of its own, or inside a replay."""
 
 from __future__ import annotations
 
+import os
+import resource
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from itertools import cycle, islice
 from math import ceil, inf
-from typing import Final
+from typing import IO, Final
+from zlib import crc32
 
 import msgspec
 
-from warmroute.replay.planning.fleet_replay import HOPELESS, FleetReplay, simulated_nodes
-from warmroute.replay.planning.recorded_request import RecordedRequest
-from warmroute.replay.planning.recorded_traffic import (
+from warmroute.core.trace_row import TraceRow
+from warmroute.lab.planning.fleet_replay import HOPELESS, FleetReplay, simulated_nodes
+from warmroute.lab.planning.recorded_traffic import (
     MIN_MEASURED_SHARE,
     Forecast,
+    RecordedRequest,
     Sample,
     forecast,
+    recorded_until,
     thinned,
 )
+from warmroute.lab.workloads.trace import prompts_of, text_lengths
+from warmroute.lab.workloads.workload_prompt import WorkloadPrompt
+from warmroute.lab.world import World
 from warmroute.scaling.fleet_plan import (
     MIN_REQUESTS,
     FleetNode,
@@ -49,7 +40,31 @@ from warmroute.scaling.fleet_plan import (
     mean_of,
     too_little_traffic,
 )
-from warmroute.scaling.offer import OfferKey
+from warmroute.scaling.offers import OfferKey
+from warmroute.scaling.replay_planner import PlanningTask
+
+# Which fleets are replayed, and which one is chosen: the cheapest that meets the objective with a margin.
+#
+#     load to add nodes       growth · (1 + margin + chance)                  the fleet has to meet the objective with
+#     it
+#     load to remove nodes    growth · (1 + margin + max(margin, chance))     what is left has to stay below
+#     SPARE_EXCESS
+#
+# `growth` and `chance` are the forecast (recorded_traffic.py), `margin` is configured. While the load rises, what is
+# left has to hold RISING times the load to remove nodes.
+#
+# If the current fleet does not meet the objective, the search doubles the number of added nodes of each offer until it
+# does, then bisects, and takes the cheapest result. If three times the fleet is hardly better, none meets the
+# objective: then the plan is the smallest fleet that comes within CLOSE of the best. The next searches go by this, and
+# check with three times the fleet whether it is still so. If the current fleet meets the objective, the search removes
+# nodes: 1, 2, 4, 8, …
+#
+# Two rules against chance, since searches are many and each could buy a node, or keep one:
+# - A fleet that misses its limit narrowly is replayed twice, with other copies of conversations, and the mean counts.
+# - A much larger fleet is replayed, too, on which hardly any request waits (_ample). If its TTFT p90 is above the usual
+#   one (scaling/replay_planner.py), the recorded prompts are longer than usual. More nodes do not change that, so this
+#   difference
+#   does not count for any fleet.
 
 USUAL_REQUESTS: Final = 4000
 """A replay has no more, unless they cover too little time: then it has up to `scaling.replay.max_requests`."""
@@ -384,3 +399,134 @@ class _Search:
         if added < 1:
             return None
         return self._replay.run((*request.nodes, *[offer.node] * added), load, offer.offer)
+
+
+# The process that searches a fleet by replay (scaling/replay_planner.py starts it):
+#
+#     python -m warmroute.lab.planning.search < task > plan
+#
+# It has the lowest priority, sleeps so that it takes its share of a core at most, and ends when the router has ended.
+
+MAX_MEMORY_BYTES: Final = 4 << 30
+USED_SHARE: Final = 0.97
+"""Of the share: the start and the end of a process are outside of what it can measure."""
+SLEEP_S: Final = 0.02
+"""The process sleeps at least this long at a time."""
+CHECK_S: Final = 1.0
+"""Time between two checks whether the router still runs."""
+
+
+class Throttle:
+    """Sleeps so that the process takes at most `share` of a core, counted from its start. Ends it with the router."""
+
+    def __init__(self, share: float, parent: int) -> None:
+        self._share = share if share >= 1.0 else USED_SHARE * share
+        self._parent = parent
+        self._start_s = self._checked_s = time.monotonic()
+        self._start_cpu_s = 0.0
+
+    def pause(self) -> None:
+        now_s = time.monotonic()
+        ahead_s = (time.process_time() - self._start_cpu_s) / self._share - (now_s - self._start_s)
+        if ahead_s > SLEEP_S or now_s - self._checked_s > CHECK_S:
+            self._checked_s = now_s
+            if os.getppid() != self._parent:
+                sys.exit("the router has ended")
+        if ahead_s > SLEEP_S and self._share < 1.0:
+            time.sleep(ahead_s)
+
+
+def lower_priority(max_cpu_s: float) -> None:
+    """Let every other process go first, and bound what a mistake could cost."""
+    os.nice(19)
+    try:
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    except (AttributeError, OSError):
+        pass  # not allowed in this container: nice remains
+    for limit, value in ((resource.RLIMIT_CPU, int(2 * max_cpu_s) + 60), (resource.RLIMIT_AS, MAX_MEMORY_BYTES)):
+        _soft, hard = resource.getrlimit(limit)
+        resource.setrlimit(limit, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
+
+
+def read_recorded(lines: Iterator[bytes], block_tokens: int, recorded_ms: float) -> tuple[list[RecordedRequest], float]:
+    """Return the recorded requests in the order of their arrival, and until when: without the last moments, because
+    many requests that arrived then have not ended yet."""
+    decoder = msgspec.json.Decoder(TraceRow)
+    rows: list[tuple[float, int, TraceRow]] = []
+    for line in lines:
+        conversation, _, text = line.partition(b" ")
+        row = decoder.decode(text)
+        rows.append((row.timestamp + row.timestamp_us / 1000.0, int(conversation), row))
+    until_ms = recorded_until(recorded_ms, [row.duration_ms or 0.0 for _, _, row in rows])
+    rows = [one for one in rows if one[0] <= until_ms]
+    rows.sort(key=lambda one: one[0])
+    in_order = [row for _, _, row in rows]
+    prompts = (prompt for _, prompt in prompts_of(in_order, block_tokens, text_lengths(in_order)))
+    recorded = [
+        RecordedRequest(prompt, at_ms, conversation)
+        for prompt, (at_ms, conversation, _) in zip(prompts, rows, strict=True)
+    ]
+    return recorded, until_ms
+
+
+def search(file: IO[bytes]) -> bytes:
+    size = int.from_bytes(file.read(8), "big")
+    task = msgspec.msgpack.decode(file.read(size), type=PlanningTask)
+    lower_priority(task.request.max_cpu_s)
+    throttle = Throttle(task.cpu_share, task.parent)
+    throttle.pause()
+    recorded, until_ms = read_recorded(iter(file), task.block_tokens, task.recorded_ms)
+    task.request.lead_s += (task.recorded_ms - until_ms) / 1000.0
+    plan = plan_fleet(task.request, recorded, until_ms, throttle.pause)
+    throttle.pause()
+    plan.cpu_s = time.process_time()
+    return msgspec.msgpack.encode(plan)
+
+
+if __name__ == "__main__":
+    sys.stdout.buffer.write(search(sys.stdin.buffer))
+
+
+# Searches by replay inside a replay: the simulated router records what reaches it, and a search that begins now ends
+# when a process with its share of a core would have ended it.
+
+REQUEST_CPU_S: Final = 0.0006
+"""CPU time of one replayed request, so that results do not depend on the machine."""
+DURATIONS: Final = 500
+"""Requests that have ended last, for the time that requests take."""
+
+
+class SimulatedPlanning:
+    def __init__(self, world: World, window_s: float, cpu_share: float) -> None:
+        self._world = world
+        self._calendar = world.calendar
+        self._window_ms = 1000.0 * window_s
+        self._cpu_share = cpu_share
+        self._recorded: deque[RecordedRequest] = deque()
+        self._count = 0
+        world.on_arrival = self._record
+
+    @property
+    def recorded(self) -> int:
+        return len(self._recorded)
+
+    @property
+    def recorded_s(self) -> float:
+        return (self._calendar.now_ms - self._recorded[0].at_ms) / 1000.0 if self._recorded else 0.0
+
+    def _record(self, prompt: WorkloadPrompt) -> None:
+        now_ms, recorded = self._calendar.now_ms, self._recorded
+        self._count += 1
+        conversation = crc32(prompt.session) if prompt.session else self._count
+        recorded.append(RecordedRequest(prompt, now_ms, conversation))
+        while recorded[0].at_ms < now_ms - self._window_ms:
+            recorded.popleft()
+
+    def start(self, request: PlanRequest, done: Callable[[FleetPlan | None, str], object]) -> None:
+        now_ms = self._calendar.now_ms
+        until_ms = recorded_until(now_ms, self._world.results.latency_ms[-DURATIONS:])
+        request.lead_s += (now_ms - until_ms) / 1000.0
+        since_ms = now_ms - self._window_ms
+        plan = plan_fleet(request, [one for one in self._recorded if since_ms <= one.at_ms <= until_ms], until_ms)
+        plan.cpu_s = REQUEST_CPU_S * plan.replayed_requests
+        self._calendar.after(1000.0 * plan.cpu_s / self._cpu_share, done, plan, "")

@@ -1,5 +1,5 @@
-"""The provisioners, one file for each kind. What a kind needs beyond the core is an extra, imported only if that kind
-is configured.
+"""The provisioners, one file for each kind. What a kind needs beyond the core is an extra, imported only if that
+kind is configured.
 """
 
 from __future__ import annotations
@@ -11,23 +11,24 @@ from warmroute.config import ProvisionerConfig, missing_extra
 from warmroute.scaling.provisioner import Provisioner
 
 _KINDS = {
-    "process": "ProcessProvisioner",
-    "kubernetes": "KubernetesProvisioner",
-    "ec2": "Ec2Provisioner",
-    "skypilot": "SkyPilotProvisioner",
-    "command": "command_provisioner",
-    "webhook": "webhook_provisioner",
+    "process": ("process", "ProcessProvisioner"),
+    "kubernetes": ("kubernetes", "KubernetesProvisioner"),
+    "ec2": ("ec2", "Ec2Provisioner"),
+    "skypilot": ("skypilot", "SkyPilotProvisioner"),
+    "command": ("command", "command_provisioner"),
+    "webhook": ("command", "webhook_provisioner"),
 }
-"""What creates each kind, in the module of the same name."""
+"""Module of each kind, and what creates it there."""
 
 
 def create_provisioner(config: ProvisionerConfig) -> Provisioner:
     """Return the provisioner for this configuration. Raises ConfigError, also if its extra is not installed."""
+    file, name = _KINDS[config.kind]
     try:
-        module = import_module(f"{__name__}.{config.kind}")
+        module = import_module(f"{__name__}.{file}")
     except ImportError as error:
         if (error.name or "").startswith("warmroute"):
             raise
         raise missing_extra(f"provisioners: kind {config.kind!r}", error, config.kind) from None
-    create: Callable[[ProvisionerConfig], Provisioner] = getattr(module, _KINDS[config.kind])
+    create: Callable[[ProvisionerConfig], Provisioner] = getattr(module, name)
     return create(config)

@@ -1,8 +1,4 @@
-"""command: the operator's own program. The router runs `PROGRAM offers`, `provision`, `status` or `terminate`; the
-program reads JSON from standard input and writes JSON to standard output (json_protocol.py).
-
-Exit code 0 means success, 75 (EX_TEMPFAIL) no capacity, any other a failure. The last line on standard error says why.
-"""
+"""The provisioners `command` and `webhook`: the operator's own program or service."""
 
 from __future__ import annotations
 
@@ -10,21 +6,152 @@ import asyncio
 import os
 import selectors
 import signal
+import ssl
 import subprocess
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
+from urllib.parse import urlsplit
+
+import msgspec
 
 from warmroute.blocking import run_in_thread
-from warmroute.config import ProvisionerConfig
-from warmroute.scaling.provisioner import NoCapacity, ProvisionerError, ProvisionerTimeout
-from warmroute.scaling.provisioners.child_environment import child_environment
-from warmroute.scaling.provisioners.json_protocol import JsonProvisioner, raise_reported_error
+from warmroute.config import ConfigError, ProvisionerConfig
+from warmroute.http_client import request
+from warmroute.scaling.offers import Offer, OfferValidator
+from warmroute.scaling.provisioner import Machine, NoCapacity, ProvisionerError, ProvisionerTimeout, child_environment
+
+# The JSON that the `command` and `webhook` provisioners exchange with the operator's program or service.
+#
+# A call is an object, and so is its answer:
+#
+# call        sent, beside `protocol`, `call`, `deployment`    answer
+# ---------   ----------------------------------------------   --------------------------------------------------------
+# offers                                                       {"offers": [{"name", "gpu", "usd_per_hour", …}]}
+# provision   {"offer": {…}, "token"}                          {}
+# status                                                       {"machines": [{"id", "token", "offer", "state", …}]}
+# terminate   {"machine": {…}}                                 {}
+#
+# The router sends an offer or a machine back exactly as it was reported, fields included that the router does not know.
+# Every answer may be {"error": {"code", "message"}} instead; the code `no_capacity` makes the offer back off.
+
+PROTOCOL: Final = 1
+"""Changes if a program that follows the old one would fail."""
+NO_CAPACITY: Final = "no_capacity"
+
+Send = Callable[[str, bytes], Awaitable[bytes]]
+"""Sends a call's name and body, and returns the answer. Raises ProvisionerError."""
+
+
+class JsonProvisioner:
+    """The Provisioner protocol over `send`."""
+
+    def __init__(self, config: ProvisionerConfig, send: Send) -> None:
+        self.name = config.label
+        self._config = config
+        self._send = send
+        self._validator = OfferValidator(config)
+        self._reported_offers: dict[str, dict[str, Any]] = {}
+        self._reported_machines: dict[str, dict[str, Any]] = {}
+        """What the latest answers contained, by name and by id."""
+
+    async def offers(self) -> list[Offer]:
+        entries = _entries(await self._call("offers"), "offers", self.name)
+        offers = self._validator.validate(*parse_offers(entries, self._config))
+        self._reported_offers = {entry["name"]: entry for entry in reversed(entries) if _has_name(entry)}
+        return offers
+
+    async def provision(self, offer: Offer, token: str) -> None:
+        await self._call("provision", offer=self._reported_offers.get(offer.name, offer), token=token)
+
+    async def status(self) -> list[Machine]:
+        entries = _entries(await self._call("status"), "machines", self.name)
+        machines = parse_machines(entries, self.name)
+        self._reported_machines = {entry["id"]: entry for entry in entries}
+        return machines
+
+    async def terminate(self, machine: Machine) -> None:
+        await self._call("terminate", machine=self._reported_machines.get(machine.id, machine))
+
+    async def close(self) -> None:
+        pass
+
+    async def _call(self, call: str, **fields: Any) -> bytes:
+        body = {"protocol": PROTOCOL, "call": call, "deployment": self._config.deployment, **fields}
+        answer = await self._send(call, msgspec.json.encode(body))
+        raise_reported_error(answer, f"{self.name}: {call}")
+        return answer
+
+
+def raise_reported_error(answer: bytes, what: str, *, no_capacity: bool = False) -> None:
+    """Raise the `error` of an answer, if it has one: text, or an object with a message and a code. `no_capacity`: the
+    transport said so."""
+    try:
+        error = msgspec.json.decode(answer, type=dict[str, Any]).get("error")
+    except (ValueError, RecursionError):
+        return
+    if not error:
+        return
+    code, message = (error.get("code"), error.get("message")) if isinstance(error, dict) else (None, error)
+    kind = NoCapacity if no_capacity or code == NO_CAPACITY else ProvisionerError
+    raise kind(f"{what}: {str(message or code)[:300]}")
+
+
+def parse_offers(entries: list[Any], config: ProvisionerConfig) -> tuple[list[Offer], list[str]]:
+    """Return the offers, and a sentence for each invalid entry, which does not affect the others."""
+    offers: list[Offer] = []
+    problems: list[str] = []
+    defaults = {"island": config.island or config.label, "gpus": 1, "role": config.role}
+    defaults["bootstrap_port"] = config.bootstrap_port
+    for entry in entries:
+        if not isinstance(entry, dict):
+            problems.append(f"dropping an offer that is not an object: {entry!r:.60}")
+            continue
+        try:
+            offers.append(msgspec.convert(defaults | entry | {"provisioner": config.label}, Offer))
+        except msgspec.ValidationError as error:
+            problems.append(f"dropping offer {str(entry.get('name'))[:60]!r}: {error}")
+    return offers, problems
+
+
+def parse_machines(entries: list[Any], provisioner: str) -> list[Machine]:
+    """Return the machines. An invalid entry is an error: without it, the router would take the machine for gone."""
+    try:
+        return msgspec.convert(entries, list[Machine])
+    except msgspec.ValidationError as error:
+        raise ProvisionerError(f"{provisioner}: invalid machine in the answer: {error}") from None
+
+
+def _has_name(entry: Any) -> bool:
+    return isinstance(entry, dict) and isinstance(entry.get("name"), str)
+
+
+def _entries(answer: bytes, key: str, provisioner: str) -> list[Any]:
+    try:
+        decoded = msgspec.json.decode(answer)
+    except (ValueError, RecursionError) as error:
+        raise ProvisionerError(f"{provisioner}: the answer is not JSON ({error}): {excerpt(answer)}") from None
+    found = decoded.get(key) if isinstance(decoded, dict) else None
+    if not isinstance(found, list):
+        raise ProvisionerError(f'{provisioner}: the answer is not like {{"{key}": […]}}: {excerpt(answer)}')
+    return found
+
+
+def excerpt(answer: bytes) -> str:
+    """Return the start of an answer, for an error message."""
+    return repr(answer[:80].decode(errors="replace"))
+
+
+# command: the operator's own program. The router runs `PROGRAM offers`, `provision`, `status` or `terminate`; the
+# program reads JSON from standard input and writes JSON to standard output.
+#
+# Exit code 0 means success, 75 (EX_TEMPFAIL) no capacity, any other a failure. The last line on standard error says
+# why.
 
 MAX_OUTPUT_BYTES: Final = 64 << 20
-NO_CAPACITY = 75
+NO_CAPACITY_EXIT_CODE = 75
 
 
 def command_provisioner(config: ProvisionerConfig) -> JsonProvisioner:
@@ -33,8 +160,8 @@ def command_provisioner(config: ProvisionerConfig) -> JsonProvisioner:
     async def send(call: str, body: bytes) -> bytes:
         result = await run_command([*config.command, call], config, timeout_s=config.timeout_s, stdin=body)
         if result.code:
-            raise_reported_error(result.out, f"{name}: {call}", no_capacity=result.code == NO_CAPACITY)
-        if result.code == NO_CAPACITY:
+            raise_reported_error(result.out, f"{name}: {call}", no_capacity=result.code == NO_CAPACITY_EXIT_CODE)
+        if result.code == NO_CAPACITY_EXIT_CODE:
             raise NoCapacity(f"{name}: no capacity: {result.last_line}")
         if result.code:
             raise ProvisionerError(f"{name}: {call} failed (exit code {result.code}): {result.last_line}")
@@ -63,7 +190,7 @@ async def run_command(
 ) -> CommandResult:
     """Return the program's exit code and output. The program need not read its input. It runs in a thread, because the
     event loop's own pipes fail where a program ends before it has read its input. Its environment is minimal
-    (child_environment.py).
+    (scaling/provisioner.py).
 
     Raises ProvisionerError if it cannot be started or writes too much, and ProvisionerTimeout if it takes too long.
     Then it is killed with all processes that it started, as it is when the caller is cancelled.
@@ -171,3 +298,70 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
     if process.returncode is None:  # else another process may have its id by now
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
+
+
+# webhook: the operator's own service. The router posts JSON to URL/offers, URL/provision,
+# URL/status and URL/terminate.
+#
+# 2xx means success, unless the answer has an `error`. 429, 503 and 507 on `provision` mean no capacity. Any other
+# status is a failure. The bearer token comes from the environment. The router follows no redirects, so that the token
+# stays with this service.
+
+NO_CAPACITY_STATUSES = (429, 503, 507)
+MAX_ANSWER_BYTES = 64 << 20
+MAX_CONCURRENT_CALLS = 8
+
+
+def webhook_provisioner(config: ProvisionerConfig) -> JsonProvisioner:
+    """Raises ConfigError if the URL or the token is invalid."""
+    name, timeout_s, url = config.label, config.timeout_s, config.url.rstrip("/")
+    tls = ssl.create_default_context() if _is_https(url) else None
+    headers = {"Accept": "application/json"} | _authorization(config.token_env)
+    slots = asyncio.Semaphore(MAX_CONCURRENT_CALLS)
+
+    async def send(call: str, body: bytes) -> bytes:
+        try:
+            async with asyncio.timeout(timeout_s), slots:
+                status, answer = await request(
+                    "POST",
+                    f"{url}/{call}",
+                    body,
+                    headers.items(),
+                    timeout_s=timeout_s,
+                    limit_bytes=MAX_ANSWER_BYTES,
+                    tls=tls,
+                )
+        except TimeoutError:
+            raise ProvisionerTimeout(f"{name}: {call} took longer than {timeout_s:g} s") from None
+        except OSError as error:
+            raise ProvisionerError(f"{name}: {call} failed: {error or type(error).__name__}") from None
+        if 200 <= status < 300:
+            return answer
+        no_capacity = call == "provision" and status in NO_CAPACITY_STATUSES
+        raise_reported_error(answer, f"{name}: {call} returned status {status}", no_capacity=no_capacity)
+        kind = NoCapacity if no_capacity else ProvisionerError
+        raise kind(f"{name}: {call} returned status {status}: {excerpt(answer)}")
+
+    return JsonProvisioner(config, send)
+
+
+def _is_https(url: str) -> bool:
+    parts = urlsplit(url)
+    try:
+        _ = parts.port
+    except ValueError as error:
+        raise ConfigError(f"provisioners.url: {url!r}: {error}") from None
+    if not parts.hostname:
+        raise ConfigError(f"provisioners.url: {url!r} has no host")
+    return parts.scheme == "https"
+
+
+def _authorization(token_env: str) -> dict[str, str]:
+    if not token_env:
+        return {}
+    token = os.environ.get(token_env, "").strip()
+    if not token:
+        raise ConfigError(f"provisioners.token_env: the environment variable {token_env} is not set")
+    if not (token.isascii() and token.isprintable()):
+        raise ConfigError(f"provisioners.token_env: {token_env} has characters that an HTTP header must not have")
+    return {"Authorization": f"Bearer {token}"}

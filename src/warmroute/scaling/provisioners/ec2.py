@@ -24,7 +24,7 @@ from botocore.exceptions import BotoCoreError, ClientError, ReadTimeoutError
 
 from warmroute.blocking import run_in_thread
 from warmroute.config import ConfigError, ProvisionerConfig
-from warmroute.scaling.offer import Offer, OfferValidator, configured_offer
+from warmroute.scaling.offers import Offer, OfferValidator, configured_offer
 from warmroute.scaling.provisioner import Machine, MachineState, NoCapacity, ProvisionerError, ProvisionerTimeout
 
 T = TypeVar("T")

@@ -1,16 +1,4 @@
-"""kubernetes: replicas of a Deployment, a StatefulSet or a LeaderWorkerSet.
-
-Up: one write adds the token to the workload's annotations and increments its replicas. The write names the resource
-version that was read, so that of two writers one is refused and reads again. A token that is already there changes
-nothing.
-
-Down: the controller chooses the Pod that it ends: first those that are starting, then those that are not ready, then
-those with the lowest deletion cost. So the router marks its Pod as not ready and cheapest, and then one write removes
-the token and decrements the replicas. A StatefulSet or LeaderWorkerSet always ends its last Pod.
-
-When the router first sees a Pod, it writes the token of the Pod's request on it: the newest Pods get the newest tokens.
-Pods that are older than all tokens are machines too, named by their uids.
-"""
+"""The provisioner `kubernetes`: Deployments and StatefulSets of engines."""
 
 from __future__ import annotations
 
@@ -21,7 +9,7 @@ from typing import Any, TypeVar
 
 import httpx2
 import msgspec
-from lightkube import ApiError
+from lightkube import ApiError, operators
 from lightkube.core.exceptions import ConfigError as KubeConfigError
 from lightkube.generic_resource import create_namespaced_resource
 from lightkube.resources.apps_v1 import Deployment, StatefulSet
@@ -30,25 +18,150 @@ from lightkube.types import PatchType
 
 from warmroute.config import ConfigError, ProvisionerConfig
 from warmroute.event_log import EventLog
-from warmroute.kubernetes.cluster import cluster_config, typed_client
-from warmroute.kubernetes.objects import Object, annotations_of, condition, island_of, meta
-from warmroute.scaling.offer import Offer, OfferValidator, configured_offer
-from warmroute.scaling.provisioner import Machine, MachineState, NoCapacity, ProvisionerError, ProvisionerTimeout
-from warmroute.scaling.provisioners.child_environment import child_environment
-from warmroute.scaling.provisioners.kubernetes_pods import (
-    DELETION_COST,
-    TOKEN,
-    belongs_to,
-    created_s,
-    is_live,
-    is_starting,
-    ordinal_of,
-    reason_of,
-    reclaim_reason,
-    selector_of,
-    state_of,
-    url_of,
+from warmroute.kubernetes_api import (
+    Object,
+    annotations_of,
+    cluster_config,
+    condition,
+    island_of,
+    labels_of,
+    meta,
+    typed_client,
 )
+from warmroute.scaling.offers import Offer, OfferValidator, configured_offer
+from warmroute.scaling.provisioner import (
+    Machine,
+    MachineState,
+    NoCapacity,
+    ProvisionerError,
+    ProvisionerTimeout,
+    child_environment,
+)
+
+# Reads Pods and their nodes as the API server returns them: a machine's state, address, island, and whether the
+# cluster reclaims it.
+
+TOKEN = "warmroute/token"
+DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
+LEADER_OF = "leaderworkerset.sigs.k8s.io/name"
+WORKER_INDEX = "leaderworkerset.sigs.k8s.io/worker-index"
+RECLAIM_TAINTS = (
+    "aws-node-termination-handler/",
+    "cloud.google.com/impending-node-termination",
+    "karpenter.sh/disrupted",
+    "karpenter.sh/disruption",
+    "ToBeDeletedByClusterAutoscaler",
+    "node.kubernetes.io/out-of-service",
+)
+"""Taints, or their prefixes, of a node that will be taken away soon."""
+
+
+def is_live(pod: Object) -> bool:
+    """Return whether its controller counts it: it has neither ended nor been told to end."""
+    return not meta(pod).get("deletionTimestamp") and (pod.get("status") or {}).get("phase") not in (
+        "Succeeded",
+        "Failed",
+    )
+
+
+def belongs_to(pod: Object, workload: Object, kind: str) -> bool:
+    """Return whether the Pod belongs to this workload. A label selector may also match Pods of other workloads, except
+    for a LeaderWorkerSet, whose Pods are labelled with its name. The name of a Deployment's ReplicaSet is the
+    Deployment's name and the Pod's template hash."""
+    if kind == "leaderworkerset":
+        return True
+    owner: Object = next((one for one in meta(pod).get("ownerReferences") or () if one.get("controller")), {})
+    if kind == "statefulset":
+        return bool(owner.get("uid") == meta(workload)["uid"])
+    template_hash = labels_of(pod).get("pod-template-hash")
+    return bool(owner.get("kind") == "ReplicaSet") and owner.get("name") == f"{meta(workload)['name']}-{template_hash}"
+
+
+def is_starting(pod: Object) -> bool:
+    """Return whether its controller would end it before any running Pod."""
+    return not (pod.get("spec") or {}).get("nodeName") or (pod.get("status") or {}).get("phase") != "Running"
+
+
+def state_of(pod: Object) -> MachineState:
+    status = pod.get("status") or {}
+    if meta(pod).get("deletionTimestamp"):
+        return MachineState.TERMINATING
+    if status.get("phase") in ("Succeeded", "Failed"):
+        return MachineState.TERMINATED
+    return MachineState.RUNNING if status.get("phase") == "Running" and status.get("podIP") else MachineState.PENDING
+
+
+def url_of(pod: Object, port: int) -> str:
+    address = (pod.get("status") or {}).get("podIP") or ""
+    if not address:
+        return ""
+    return f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
+
+
+def created_s(one: Object) -> float:
+    text = meta(one).get("creationTimestamp")
+    return datetime.fromisoformat(str(text).replace("Z", "+00:00")).timestamp() if text else 0.0
+
+
+def reason_of(pod: Object) -> str:
+    """Return why it does not run, in the cluster's words."""
+    scheduled = condition(pod, "PodScheduled")
+    if scheduled.get("status") == "False":
+        return str(scheduled.get("message") or scheduled.get("reason") or "it has no node yet")
+    status = pod.get("status") or {}
+    for container in status.get("containerStatuses") or ():
+        waiting = (container.get("state") or {}).get("waiting")
+        if waiting:
+            return f"{waiting.get('reason', 'waiting')}: {waiting.get('message', '')}".rstrip(": ")
+    return str(status.get("message") or status.get("reason") or "")
+
+
+def reclaim_reason(pod: Object, node: Object | None) -> str:
+    """Return why the cluster reclaims it, or an empty string."""
+    disruption = condition(pod, "DisruptionTarget")
+    if disruption.get("status") == "True":
+        return str(disruption.get("message") or disruption.get("reason") or "it is being evicted")
+    for taint in ((node or {}).get("spec") or {}).get("taints") or ():
+        if str(taint.get("key", "")).startswith(RECLAIM_TAINTS):
+            return f"its node has the taint {taint['key']}"
+    return ""
+
+
+def ordinal_of(pod: Object) -> int:
+    number = str(meta(pod).get("name", "")).rpartition("-")[2]
+    return int(number) if number.isdigit() else -1
+
+
+def selector_of(workload: Object, kind: str) -> list[tuple[str, Any]]:
+    """Return the label selector of its Pods in lightkube's form; of a LeaderWorkerSet, only the leaders."""
+    if kind == "leaderworkerset":
+        return [(LEADER_OF, meta(workload)["name"]), (WORKER_INDEX, "0")]
+    selector = workload["spec"].get("selector") or {}
+    wanted: list[tuple[str, Any]] = list((selector.get("matchLabels") or {}).items())
+    for one in selector.get("matchExpressions") or ():
+        values = one.get("values") or ()
+        operator: Any = {
+            "In": lambda values=values: operators.in_(values),
+            "NotIn": lambda values=values: operators.not_in(values),
+            "Exists": operators.exists,
+            "DoesNotExist": operators.not_exists,
+        }[one["operator"]]
+        wanted.append((one["key"], operator()))
+    return wanted
+
+
+# kubernetes: replicas of a Deployment, a StatefulSet or a LeaderWorkerSet.
+#
+# Up: one write adds the token to the workload's annotations and increments its replicas. The write names the resource
+# version that was read, so that of two writers one is refused and reads again. A token that is already there changes
+# nothing.
+#
+# Down: the controller chooses the Pod that it ends: first those that are starting, then those that are not ready, then
+# those with the lowest deletion cost. So the router marks its Pod as not ready and cheapest, and then one write removes
+# the token and decrements the replicas. A StatefulSet or LeaderWorkerSet always ends its last Pod.
+#
+# When the router first sees a Pod, it writes the token of the Pod's request on it: the newest Pods get the newest
+# tokens. Pods that are older than all tokens are machines too, named by their uids.
 
 log = EventLog("warmroute.scaling")
 

@@ -25,9 +25,8 @@ from urllib.parse import quote
 import msgspec
 
 from warmroute.config import ProvisionerConfig
-from warmroute.scaling.offer import Offer, OfferValidator, configured_offer
-from warmroute.scaling.provisioner import Machine, MachineState, NoCapacity, ProvisionerError
-from warmroute.scaling.provisioners.child_environment import child_environment
+from warmroute.scaling.offers import Offer, OfferValidator, configured_offer
+from warmroute.scaling.provisioner import Machine, MachineState, NoCapacity, ProvisionerError, child_environment
 
 T = TypeVar("T")
 
@@ -38,7 +37,7 @@ POLL_S = 0.05
 FORGET_S = 600.0
 """How long the status reports a process that ended by itself."""
 TOKEN_VARIABLE = "WARMROUTE_TOKEN"
-SIMULATED_ENGINE = (sys.executable, "-m", "warmroute.cli.main", "engine", "--port", "{port}")
+SIMULATED_ENGINE = (sys.executable, "-m", "warmroute.app.main", "engine", "--port", "{port}")
 
 
 class ProcessRecord(msgspec.Struct, frozen=True, kw_only=True):

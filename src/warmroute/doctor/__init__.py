@@ -1,1 +1,0 @@
-"""`warmroute doctor`: asks each node of a configuration what the router needs from it, and says what to change."""

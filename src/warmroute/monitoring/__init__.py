@@ -1,1 +1,0 @@
-"""Grafana's dashboard and Prometheus' alert rules, generated from the list of metrics."""

@@ -1,1 +1,0 @@
-"""Workloads: trace files and synthetic generators."""

@@ -1,1 +1,0 @@
-"""`warmroute serve --workers N`: a parent process that accepts connections, and N workers that serve them."""
