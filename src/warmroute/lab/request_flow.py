@@ -352,6 +352,8 @@ class RequestFlow:
             lambda: self.calendar.now_s, self.node_freed, self._ticket_closed, replica.hedging,
         )  # fmt: skip
         self._ticking = self._hedging = False
+        self._freed: dict[Node, None] = {}
+        """Nodes that may have room for queued requests since the callback began that runs now."""
         self.inflight = 0
         """Requests that have arrived and not ended."""
         self._queued: dict[int, Flight] = {}
@@ -421,10 +423,16 @@ class RequestFlow:
             deadlines.check(self.calendar.now_s)
             self.calendar.after(TICK_MS, self._tick)
 
-    def node_freed(self, node: Node, now_s: float) -> None:
-        admission = self.replica.admission
-        if admission.queue.waiting:
-            admission.node_freed(node, now_s)
+    def node_freed(self, node: Node, _now_s: float) -> None:
+        """Look at the queue once for all that happens now, when a request that failed has its next node."""
+        if not self._freed:
+            self.calendar.afterwards(self._fill)
+        self._freed[node] = None
+
+    def _fill(self) -> None:
+        freed, self._freed = self._freed, {}
+        if self.replica.admission.queue.waiting:
+            self.replica.admission.nodes_freed(freed, self.calendar.now_s)
 
     def sent(self, flight: Flight, node: Node) -> Leg:
         """The router opened a ticket on the node and sends the request there."""

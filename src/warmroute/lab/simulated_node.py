@@ -250,6 +250,7 @@ class Calendar:
         self.now_ms = 0.0
         self._count = 0
         self._heap: list[tuple[float, int, int, Callable[..., object], tuple[Any, ...]]] = []
+        self._afterwards: list[Callable[[], object]] = []
 
     @property
     def now_s(self) -> float:
@@ -272,6 +273,10 @@ class Calendar:
         self._count += 1
         heapq.heappush(self._heap, (at_ms, order, self._count, do, args))
 
+    def afterwards(self, do: Callable[[], object]) -> None:
+        """Call `do` when the callback that runs now has ended, before anything else of the same time."""
+        self._afterwards.append(do)
+
     def run(self, wanted: Callable[[], bool] = lambda: True, until_ms: float = inf) -> None:
         """Run the scheduled callbacks, up to and including `until_ms`, while `wanted()` is true."""
         heap, pop = self._heap, heapq.heappop
@@ -279,5 +284,7 @@ class Calendar:
             at_ms, _, _, do, args = pop(heap)
             self.now_ms = at_ms
             do(*args)
+            while self._afterwards:
+                self._afterwards.pop(0)()
         if until_ms < inf:
             self.now_ms = max(self.now_ms, until_ms)
