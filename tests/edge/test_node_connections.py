@@ -220,6 +220,7 @@ async def test_an_https_node_with_a_trusted_certificate_is_used(authority: trust
         await engine.close()
 
 
+@pytest.mark.interpreted
 async def test_a_large_body_is_encrypted_piece_by_piece(
     authority: trustme.CA, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,7 +10,8 @@ from support.cpu_limit import cpu_limit
 
 from warmroute.config import Health as HealthConfig
 from warmroute.config import NodeConfig
-from warmroute.core.fleet import MAX_PAST_MODELS, Fleet, Group
+from warmroute.core.fleet import MAX_PAST_MODELS, Fleet
+from warmroute.core.group import Group
 from warmroute.core.health import HealthState
 from warmroute.core.messages import Outcome
 from warmroute.core.node import Node, Ticket

@@ -16,7 +16,8 @@ from warmroute.core.admission import Admission
 from warmroute.core.cache_view import CacheView
 from warmroute.core.decision import Decision
 from warmroute.core.decision_record import Price, explain_decision
-from warmroute.core.fleet import Fleet, Group
+from warmroute.core.fleet import Fleet
+from warmroute.core.group import Group
 from warmroute.core.messages import Lookup, Outcome, RoutingRequest
 from warmroute.core.node import Node, Ticket
 from warmroute.core.rejections import RoutingError

@@ -11,7 +11,7 @@ from routing_harness import FakeRequest, RoutingHarness, prompt
 from warmroute.config import Admission as AdmissionConfig
 from warmroute.config import Pricing, Routing
 from warmroute.config.routing import HIGH, LOW
-from warmroute.core.fleet import Group
+from warmroute.core.group import Group
 from warmroute.core.messages import Outcome
 from warmroute.core.node import Node
 from warmroute.core.rejections import DeadlineUnreachable

@@ -8,7 +8,7 @@ from test_pairs import PairHarness
 
 from warmroute.config import Pricing
 from warmroute.core.demand import LongPrompts
-from warmroute.core.fleet import PATIENCE, blocking_ms
+from warmroute.core.group import PATIENCE, blocking_ms
 from warmroute.core.messages import Outcome
 from warmroute.core.tickets import WholeDispatch
 

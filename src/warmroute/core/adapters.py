@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from warmroute.core.fleet import Candidates
+    from warmroute.core.group import Candidates
 
 
 DEFAULT_SLOTS: Final = 8

@@ -13,7 +13,7 @@ from warmroute.config.routing import HIGH, LOW
 from warmroute.core.cluster.turns import Turns
 from warmroute.core.decision import Decision, check_deadlines, max_ttft_ms, missed
 from warmroute.core.demand import UNMEASURED_S
-from warmroute.core.fleet import Group
+from warmroute.core.group import Group
 from warmroute.core.messages import Lookup, RoutingRequest
 from warmroute.core.node import Node
 from warmroute.core.queue import LONG_WAIT_S, AdmissionQueue, Key, QueueLimits

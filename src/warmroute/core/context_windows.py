@@ -22,7 +22,7 @@ from weakref import WeakKeyDictionary
 from warmroute.core.demand import ArrivalRate
 
 if TYPE_CHECKING:
-    from warmroute.core.fleet import Candidates
+    from warmroute.core.group import Candidates
     from warmroute.core.node import Node
 
 

@@ -12,7 +12,7 @@ from warmroute.config import Health as HealthConfig
 from warmroute.config import OutlierDetection as OutlierConfig
 
 if TYPE_CHECKING:
-    from warmroute.core.fleet import Group
+    from warmroute.core.group import Group
     from warmroute.core.node import Node
 
 

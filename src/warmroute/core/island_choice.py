@@ -22,7 +22,7 @@ from typing import Final
 from warmroute.config import IslandAffinity
 from warmroute.core.cache_view import CacheView
 from warmroute.core.decision import Decision, max_ttft_ms
-from warmroute.core.fleet import Candidates
+from warmroute.core.group import Candidates
 from warmroute.core.islands import ConversationAffinity, ConversationIslands, IslandRegistry, stable_blocks
 from warmroute.core.node import Node
 from warmroute.core.output_length import OutputLengthEstimate

@@ -27,7 +27,7 @@ from warmroute.core.speeds import INTERVAL_S, NEEDS_PARTNER, NodeSpeed, WholeAns
 
 if TYPE_CHECKING:
     from warmroute.core.failed_tries import FailedTry
-    from warmroute.core.fleet import Group
+    from warmroute.core.group import Group
 
 
 # What an engine's own counters say about the last half minute: its cache hits, preemptions and queue times.

@@ -19,7 +19,7 @@ unless the node's queue is long. A long gap is worse than several short ones of 
 counts. All requests of the node are delayed: those that wait there for their own prefill, or for a KV cache, decode by
 the time that this prompt is prefilled.
 
-A prefill node without requests may serve the whole request (fleet.py has that price).
+A prefill node without requests may serve the whole request (group.py has that price).
 
 The decode node is chosen a second time when the prompt is prefilled, perhaps seconds later (`decode_node`).
 
@@ -46,7 +46,7 @@ from warmroute._kernel import FIRST_TOKEN_STEPS, STREAMED_WEIGHT, Prices
 from warmroute.core.decision import Decision
 from warmroute.core.decision_record import TIE, Price
 from warmroute.core.demand import LONG_MS
-from warmroute.core.fleet import ANSWER_LEFT, Candidates, Group, blocking_ms, idle_nodes, is_prefill_node
+from warmroute.core.group import ANSWER_LEFT, Candidates, Group, blocking_ms, idle_nodes, is_prefill_node
 from warmroute.core.node import Node
 from warmroute.core.policies.price import BEHIND_SHARE, PricePolicy
 from warmroute.core.policy import Policy

@@ -11,7 +11,7 @@ from warmroute.config.routing import HIGH, LOW, PRIORITY_NAMES
 from warmroute.core.cluster.turns import Head
 from warmroute.core.decision import Decision
 from warmroute.core.demand import UNMEASURED_S, ServiceRate
-from warmroute.core.fleet import Group
+from warmroute.core.group import Group
 from warmroute.core.messages import RoutingRequest
 from warmroute.core.node import Node
 from warmroute.core.queue_order import (

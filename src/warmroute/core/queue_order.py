@@ -10,7 +10,7 @@ from math import inf
 from typing import Final, Protocol
 
 from warmroute.core.decision import Decision
-from warmroute.core.fleet import Group
+from warmroute.core.group import Group
 from warmroute.core.messages import Lookup, RoutingRequest
 from warmroute.core.node import Node
 from warmroute.core.prefill_work import work

@@ -13,7 +13,8 @@ from warmroute.core.cache_view import CacheView
 from warmroute.core.decision import Decision
 from warmroute.core.decision_record import ASSUMED_PROMPT_TOKENS
 from warmroute.core.demand import LONG_MS, DemandMeter
-from warmroute.core.fleet import Candidates, Fleet, Group, is_outside_subset, within_subset
+from warmroute.core.fleet import Fleet
+from warmroute.core.group import Candidates, Group, is_outside_subset, within_subset
 from warmroute.core.hot_prefixes import HotPrefixes
 from warmroute.core.island_choice import IslandChoice
 from warmroute.core.messages import Lookup, RoutingRequest, SpecialPrompt

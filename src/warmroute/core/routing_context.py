@@ -7,7 +7,7 @@ from __future__ import annotations
 from warmroute._kernel import Hit
 from warmroute.core.cache_view import CacheView
 from warmroute.core.context_windows import ContextWindows
-from warmroute.core.fleet import Candidates, Group
+from warmroute.core.group import Candidates, Group
 from warmroute.core.islands import ConversationIslands
 from warmroute.core.messages import Lookup, RoutingRequest
 from warmroute.core.output_length import OutputLengthEstimate

@@ -12,7 +12,7 @@ from warmroute._kernel import DECODE_MIN_SHARE, OUTCOME_OK, STEP_WORK, DecodeSpe
 from warmroute.event_log import EventLog
 
 if TYPE_CHECKING:
-    from warmroute.core.fleet import Group
+    from warmroute.core.group import Group
     from warmroute.core.node import Node
 
 

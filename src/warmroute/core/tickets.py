@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from warmroute._kernel import TicketState
 from warmroute.core.cache_view import CacheView
-from warmroute.core.fleet import PATIENCE, Group
+from warmroute.core.group import PATIENCE, Group
 from warmroute.core.messages import Outcome, RoutingRequest
 from warmroute.core.node import Node, Ticket
 from warmroute.core.output_length import OutputLengthEstimate
@@ -191,7 +191,7 @@ class StoreDispatch(Dispatch):
 # learns the node's speed from it. Only its report of cached tokens counts: the decode node reports what it had before
 # the transfer. The decode node does no prefill work, so its first token says nothing about its prefill speed.
 #
-# Also the ticket of a request that a prefill node serves alone (core/fleet.py).
+# Also the ticket of a request that a prefill node serves alone (core/group.py).
 
 
 class PrefillDispatch(Dispatch):

@@ -15,7 +15,8 @@ from warmroute.config.routing import HIGH, LOW, Routes
 from warmroute.core.admission import Admission
 from warmroute.core.cache_view import CacheView
 from warmroute.core.decision import Decision
-from warmroute.core.fleet import Candidates, Fleet
+from warmroute.core.fleet import Fleet
+from warmroute.core.group import Candidates
 from warmroute.core.node import EngineCounters, LoadReport, Node
 from warmroute.core.node_reports import KvEvents, apply_health_pass, apply_load_report
 from warmroute.core.output_length import OutputLengthEstimate

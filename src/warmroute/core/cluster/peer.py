@@ -19,7 +19,8 @@ from warmroute._kernel import PeerRow, apply_load_rows
 from warmroute.core.cache_view import CacheView
 from warmroute.core.cluster.messages import Update
 from warmroute.core.cluster.turns import Head
-from warmroute.core.fleet import Fleet, Group
+from warmroute.core.fleet import Fleet
+from warmroute.core.group import Group
 from warmroute.core.node import Node
 from warmroute.core.rate_limits import RateLimits
 

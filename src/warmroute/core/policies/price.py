@@ -33,7 +33,7 @@ from warmroute.config import Pricing
 from warmroute.core.cache_view import CacheView
 from warmroute.core.decision import Decision
 from warmroute.core.decision_record import ASSUMED_PROMPT_TOKENS, TIE, Price
-from warmroute.core.fleet import Candidates
+from warmroute.core.group import Candidates
 from warmroute.core.messages import Lookup
 from warmroute.core.output_length import OutputLengthEstimate
 from warmroute.core.prefill_work import work

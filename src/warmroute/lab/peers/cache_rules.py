@@ -8,7 +8,7 @@ from random import Random
 from statistics import fmean, stdev
 
 from warmroute.core.decision import Decision
-from warmroute.core.fleet import Candidates
+from warmroute.core.group import Candidates
 from warmroute.core.node import Node
 from warmroute.core.routing_context import Query
 from warmroute.lab.engine.blocks import seed64
