@@ -62,7 +62,7 @@ compile: $(READY)
 test-compiled: compile
 	PYTHONPATH=$(CURDIR)/build/compiled $(BIN)/warmroute --version | grep compiled
 	PYTHONPATH=$(CURDIR)/build/compiled $(BIN)/python -m pytest -n 2 --dist loadfile $(or $(ARGS),\
-	  tests/cluster tests/edge tests/fleet tests/index tests/picker tests/prompt tests/routing tests/telemetry)
+	  tests/cluster tests/edge tests/fleet tests/index tests/picker tests/prompt tests/routing tests/seam tests/telemetry)
 
 sanitize: $(READY)
 	$(BIN)/python fuzz/sanitize.py $(ARGS)

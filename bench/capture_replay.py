@@ -22,20 +22,20 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 from record import Report, add_record_option, load_average
 from request_path import cost_us
 
-from warmroute.app.capture import Capture, CapturedPrompt, CaptureFile, CaptureRun, EndedRequest
+from warmroute.app.capture import Capture, CapturedCall, CaptureFile, CaptureRun
 from warmroute.config import Capture as CaptureConfig
 from warmroute.config import Health, NodeConfig
+from warmroute.core.calls import Call
 from warmroute.core.fleet import Fleet as WarmrouteFleet
-from warmroute.core.messages import Outcome, RoutingRequest
-from warmroute.core.node import Ticket
+from warmroute.core.messages import CallHistory, Outcome, RoutingRequest
 from warmroute.core.traffic import Counters
+from warmroute.edge.arrival import Kept
 from warmroute.lab.demo import part_routing
 from warmroute.lab.demo.part_routing import RoutingComparison
 from warmroute.lab.demo.processes import Child, Children, free_port, send_request, start_router
@@ -272,17 +272,18 @@ def _cost(report: Report) -> None:
     prompt = exact_prompt(bytes(4 * 8000))
     request = RoutingRequest("m", arrived_s=time.monotonic() + 1e6)
     node = WarmrouteFleet(Health()).add(NodeConfig(url="http://127.0.0.1:8000"))
-    ticket = Ticket(node, request.arrived_s)
-    attempts: Any = SimpleNamespace(request=request, ticket=ticket, reported=(8000, 7000, 200), tried=1)
+    call = Call(1, request)
+    call.usage, call.outcome, call.ended_s = (8000, 7000, 200), Outcome.OK, request.arrived_s + 1
+    call.end = (Outcome.OK, node, 1, 200, request.arrived_s + 0.5, call.ended_s)
+    call.history = CallHistory()
 
     def on_loop() -> None:
-        captured = CapturedPrompt(32_000)
-        captured.prompt = prompt
-        capture.request_ended(attempts, captured, Outcome.OK, request.arrived_s + 1)
+        call.kept = Kept(body_bytes=32_000, prompt=prompt)
+        capture.call_ended(call, 200.0)
         capture._pending.clear()
         capture._pending_bytes = 0
 
-    ended = EndedRequest(request, prompt, 32_000, "ok", request.arrived_s + 1, 200, False, (8000, 7000, 200))
+    ended = CapturedCall(request, b"", prompt, 32_000, "ok", request.arrived_s + 1, 200, False, (8000, 7000, 200))
     run = CaptureRun(16, 0.0)
     report.value("loop_us", f"{cost_us(on_loop):.1f}")
     report.value("thread_us", f"{cost_us(lambda: run.lines([ended])):.0f}")

@@ -12,8 +12,6 @@ from __future__ import annotations
 import argparse
 import time
 from random import Random
-from types import SimpleNamespace
-from typing import Any, cast
 
 from record import Report, add_record_option
 
@@ -21,13 +19,14 @@ from warmroute import build
 from warmroute.config import Admission as AdmissionConfig
 from warmroute.config import Health, Index, NodeConfig, Pricing, Routing
 from warmroute.core.admission import Admission
-from warmroute.core.brain import Dispatcher
+from warmroute.core.brain import Brain
 from warmroute.core.cache_view import CacheView
 from warmroute.core.cluster.cluster_state import ClusterState
 from warmroute.core.cluster.messages import PUBLISH_S
 from warmroute.core.fleet import Fleet
 from warmroute.core.node import Ticket
 from warmroute.core.router import Router
+from warmroute.core.traffic import Counters
 
 BLOCKS = 40
 MESSAGES = 400
@@ -39,14 +38,12 @@ class Process:
         self.cache_view = CacheView(Index())
         router = Router(self.fleet, self.cache_view, Routing(policy="price", seed=1), Pricing())
         admission = Admission(router, AdmissionConfig())
-        dispatcher = Dispatcher(
-            self.fleet, router, admission, cast(Any, SimpleNamespace()), None, 0, time.monotonic, lambda *_: None
-        )
+        brain = Brain(self.fleet, router, admission, Counters())
         for at in range(nodes):
             node = self.fleet.add(NodeConfig(url=f"http://n{at}:1", name=f"n{at}", models=("m",)))
             self.fleet.check_passed(node, 0.0)
             self.cache_view.add_node(node.name, ["m"])
-        self.state = ClusterState(name, dispatcher, self.cache_view, lambda: None)
+        self.state = ClusterState(name, brain, self.cache_view, lambda: None)
         self.sent: list[bytes] = []
 
     def publish(self, message: bytes) -> None:

@@ -135,7 +135,7 @@ def start(build: Path, port: int, folder: Path, tokenizer: Path | None) -> subpr
     # The name of the command's module depends on the build.
     code = (
         "import sys, importlib.util as u\n"
-        "name = 'warmroute.app.main' if u.find_spec('warmroute.app') else 'warmroute.app.main'\n"
+        "name = 'warmroute.app.main' if u.find_spec('warmroute.app') else 'warmroute.cli.main'\n"
         "sys.exit(__import__(name, fromlist=['main']).main())"
     )
     command = [sys.executable, "-c", code, "serve", "--port", str(port), "--admin-port", "0", "--policy", "price"]

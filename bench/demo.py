@@ -15,7 +15,7 @@ import sys
 
 from record import Report, add_record_option, load_average
 
-COMMAND = (sys.executable, "-m", "warmroute.app.main", "demo", "--only", "compare", "--exit")
+COMMAND = (sys.executable, "-m", "warmroute", "demo", "--only", "compare", "--exit")
 ROWS = ("cached prompt tokens", "time to first token, p50", "time to first token, p90", "total time")
 
 

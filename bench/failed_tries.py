@@ -127,7 +127,7 @@ def start(build: Path, port: int, folder: Path, nodes: list[int]) -> subprocess.
     )
     name = next(one for one, known in PORTS.items() if known == port)
     urls = [word for node in nodes for word in ("--node", f"http://127.0.0.1:{node}")]
-    command = [sys.executable, "-m", "warmroute.app.main", "serve", "--port", str(port), "--admin-port", "0"]
+    command = [sys.executable, "-m", "warmroute", "serve", "--port", str(port), "--admin-port", "0"]
     return subprocess.Popen(
         ["taskset", "-c", str(ROUTER_CORE), *command, "--config", str(config), *urls],
         env=os.environ | {"PYTHONPATH": str(build)}, stdout=subprocess.DEVNULL,

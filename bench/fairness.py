@@ -24,7 +24,7 @@ from warmroute.config import Admission, Config, Index, Routing
 from warmroute.config.routing import LOW
 from warmroute.lab.engine.timing import profile
 from warmroute.lab.replay_setup import INDEX_BYTES
-from warmroute.lab.request_flow import Flight
+from warmroute.lab.request_flow import SimulatedExchange
 from warmroute.lab.simulated_node import Conditions, NodeSpec, SimulatedNode
 from warmroute.lab.workloads import poisson
 from warmroute.lab.workloads.generators import PriorityMix, SharedSystemPrompts
@@ -53,24 +53,25 @@ class FairnessWorld(World):
         self.tenants: frozenset[str] = frozenset()
         self._running_low: set[int] = set()
 
-    def request_sent(self, flight: Flight, sim: SimulatedNode) -> None:
-        if flight.attempts.tried == 1:
-            decision = flight.attempts.decision
-            if flight.prompt.priority == "low":
-                self._running_low.add(id(flight))
+    def request_sent(self, exchange: SimulatedExchange, sim: SimulatedNode) -> None:
+        call = self.requests.brain.open[exchange.id]
+        decision = call.decision
+        if call.tried == 1 and decision is not None:
+            if exchange.prompt.priority == "low":
+                self._running_low.add(exchange.id)
             if decision.price is not None and self.tenants:
                 waiting = {tenant for _priority, tenant in self.admission.queue.tenants}
-                if self.tenants <= waiting | {flight.request.tenant}:
-                    self.served_ms[flight.request.tenant] += round(decision.price.prefill)
-        super().request_sent(flight, sim)
+                if self.tenants <= waiting | {exchange.request.tenant}:
+                    self.served_ms[exchange.request.tenant] += round(decision.price.prefill)
+        super().request_sent(exchange, sim)
 
-    def request_ended(self, flight: Flight, answered: bool) -> None:
-        self._running_low.discard(id(flight))
-        if not answered and not flight.attempts.tried and flight.prompt.priority != "low":
+    def request_ended(self, exchange: SimulatedExchange, answered: bool) -> None:
+        self._running_low.discard(exchange.id)
+        if not answered and not exchange.tries and exchange.prompt.priority != "low":
             queues = self.admission.queue.tenants.items()
             self.rejected_while_low_waits += any(key[0] == LOW and tenant.waiting for key, tenant in queues)
             self.rejected_while_low_runs += bool(self._running_low)
-        super().request_ended(flight, answered)
+        super().request_ended(exchange, answered)
 
 
 class PriorityResult(msgspec.Struct, frozen=True):

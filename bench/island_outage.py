@@ -31,7 +31,7 @@ from warmroute.core.policy import Policy
 from warmroute.core.rejections import NoNodeAvailable
 from warmroute.core.routing_context import Query
 from warmroute.lab.engine.timing import profile
-from warmroute.lab.request_flow import Flight
+from warmroute.lab.request_flow import SimulatedExchange
 from warmroute.lab.simulated_node import Conditions, Island, NodeSpec, ProcessState, SimulatedNode
 from warmroute.lab.summary import percentile
 from warmroute.lab.workloads import parse_workload
@@ -58,8 +58,8 @@ class ConversationLog:
         self.bytes_sent: Counter[str] = Counter()
         """Bytes of prompts and answers, by island."""
 
-    def add(self, flight: Flight, island: str, failing: set[str]) -> None:
-        prompt = flight.prompt
+    def add(self, exchange: SimulatedExchange, island: str, failing: set[str]) -> None:
+        prompt = exchange.prompt
         self.requests[island] += 1
         self.bytes_sent[island] += int(
             PROMPT_TOKEN_BYTES * prompt.prompt_tokens + OUTPUT_TOKEN_BYTES * prompt.output_tokens
@@ -89,9 +89,9 @@ class IslandWorld(World):
             self.router.island_choice = NearestOnly(self.fleet.islands, self.cache_view, self.router.output_lengths)
             self.admission.without_node.first_node_wait_s = 1e6
 
-    def request_sent(self, flight: Flight, sim: SimulatedNode) -> None:
-        self.conversation_log.add(flight, sim.spec.island, self._failing)
-        super().request_sent(flight, sim)
+    def request_sent(self, exchange: SimulatedExchange, sim: SimulatedNode) -> None:
+        self.conversation_log.add(exchange, sim.spec.island, self._failing)
+        super().request_sent(exchange, sim)
 
     def fail_island(self, name: str, surviving: int = 0) -> None:
         """Kill all nodes of the island except the first `surviving`."""

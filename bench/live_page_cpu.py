@@ -134,13 +134,13 @@ async def measure() -> list[dict[str, float]]:
     config = from_table(table)
     service = Service(lambda: config)
     counting, nothing, always, with_viewers = Meter(), Meter(), Meter(), Meter()
-    count, count_nothing = counting.wrap(service.traffic.request_completed), nothing.wrap(lambda *_: None)
+    count, count_nothing = counting.wrap(service.traffic.record), nothing.wrap(lambda *_: None)
 
-    def request_completed(*args: Any) -> None:
+    def record(*args: Any) -> None:
         count(*args)
         count_nothing(*args)  # reading the clock takes about as long as counting: it is subtracted
 
-    service.proxy.dispatcher.request_completed = request_completed
+    service.traffic.record = record  # type: ignore[method-assign,assignment]
     history, feed = service.history, service.live_feed
     history.sample = always.wrap(history.sample)  # type: ignore[method-assign]
     service.alerts.update = always.wrap(service.alerts.update)  # type: ignore[method-assign]

@@ -170,10 +170,13 @@ def record_judgements(record: Record) -> None:
     begin = Proxy.begin
 
     def begin_and_record(
-        self: Proxy, client: Any, head: Any, path: bytes, body: bytes, scanned: Any, trace: Any
-    ) -> Any:
-        exchange = begin(self, client, head, path, body, scanned, trace)
-        request_id, tenant = exchange.attempts.request_id.decode("latin-1"), exchange.attempts.request.tenant
+        self: Proxy, client: Any, head: Any, path: bytes, body: bytes, scanned: Any, trace: Any, kind: Any
+    ) -> None:
+        begin(self, client, head, path, body, scanned, trace, kind)
+        exchange = client.exchange
+        if exchange is None:  # it has its answer: it was rejected
+            return
+        request_id, tenant = exchange.request_id.decode("latin-1"), exchange.request.tenant
         query = head.target.partition(b"?")[2].decode("latin-1")
         fields = [scanned.model, scanned.streams, scanned.max_output_tokens, scanned.priority]
         if value := head.get(b"x-vllm-priority"):
@@ -182,7 +185,6 @@ def record_judgements(record: Record) -> None:
             request_id, head.method.decode(), path.decode(), query, fingerprint(body), fields,
             scanned.outline is None, tenant,
         )  # fmt: skip
-        return exchange
 
     Proxy.begin = begin_and_record  # type: ignore[method-assign]
 

@@ -5,7 +5,8 @@
 Prompts have lognormal lengths (median 8,000 tokens) and share no prefix. Each figure is a mean of CPU times:
 
     enter       a request arrives, gets a decision, and waits
-    freed       a node has room: the router decides again for some queued requests, and one or none of them goes there
+    freed       a request ends, so its node has room: the router decides again for some queued requests, and one or
+                none of them goes there
     tick        the periodic check of the queue, every 50 ms, and the longest of them
 """
 
@@ -23,34 +24,16 @@ from record import Report, add_record_option, load_average
 from warmroute.config import Admission as AdmissionConfig
 from warmroute.config import Health, Index, NodeConfig, Routing
 from warmroute.core.admission import Admission
+from warmroute.core.brain import Brain
 from warmroute.core.cache_view import CacheView
-from warmroute.core.decision import Decision
 from warmroute.core.fleet import Fleet
-from warmroute.core.messages import Lookup, Outcome, RoutingRequest
-from warmroute.core.node import Ticket
-from warmroute.core.rejections import RoutingError
+from warmroute.core.messages import QUEUE, Arrive, Cancel, Due, Event, Left, Lookup, RoutingRequest, Send
 from warmroute.core.router import Router
+from warmroute.core.traffic import Counters
 
 MODEL = "model"
 ADMISSIONS = 500
 TICKS = 40
-
-
-class Pending:
-    """A pending request."""
-
-    def __init__(self, bench: QueueBench, tokens: int, tenant: str) -> None:
-        self._bench = bench
-        first = bench.next_token()
-        self.lookup: Lookup | None = Lookup(array("I", range(first, first + tokens)).tobytes(), tokens, 0)
-        self.request = RoutingRequest(MODEL, arrived_s=bench.now_s, tenant=tenant)
-
-    def on_admitted(self, decision: Decision) -> None:
-        bench = self._bench
-        bench.running.append(bench.router.dispatch(decision, decision.node, bench.now_s))
-
-    def on_rejected(self, error: RoutingError) -> None:
-        raise error
 
 
 class QueueBench:
@@ -65,7 +48,10 @@ class QueueBench:
             cache_view.add_node(name, [MODEL]).set_size(16, 300_000)
         self.router = Router(self.fleet, cache_view, Routing(policy="price", seed=1))
         self.admission = Admission(self.router, AdmissionConfig(max_waiting=1_000_000))
-        self.running: deque[Ticket] = deque()
+        self.brain = Brain(self.fleet, self.router, self.admission, Counters())
+        self.running: deque[int] = deque()
+        """The requests that nodes have, the oldest first."""
+        self._last_id = 0
         self._tenants = tenants
         self._random = Random(1)
         self._token = 0
@@ -77,23 +63,26 @@ class QueueBench:
     def enter(self) -> float:
         """Return the CPU time of a request that enters the queue, without that of making it."""
         tokens = min(60_000, round(self._random.lognormvariate(9, 1)))
-        pending = Pending(self, tokens, f"tenant-{self._random.randrange(self._tenants)}")
-        began = process_time()
-        self.admission.submit(pending, self.now_s)
-        return process_time() - began
+        first = self.next_token()
+        lookup = Lookup(array("I", range(first, first + tokens)).tobytes(), tokens, 0)
+        tenant = f"tenant-{self._random.randrange(self._tenants)}"
+        self._last_id += 1
+        request = RoutingRequest(MODEL, arrived_s=self.now_s, tenant=tenant)
+        return self._tell(Arrive(self._last_id, b"", request, lookup))
 
     def free_node(self) -> float:
-        """The oldest running request gets its first token, and ends. Return the CPU time of what admission does."""
-        ticket = self.running.popleft()
-        self.fleet.close_ticket(ticket, Outcome.CANCELLED, self.now_s)
-        began = process_time()
-        self.admission.node_freed(ticket.node, self.now_s)
-        return process_time() - began
+        """The oldest running request ends. Return the CPU time of that."""
+        return self._tell(Cancel(self.running.popleft(), Left.LEFT))
 
     def tick(self) -> float:
+        return self._tell(Due(QUEUE))
+
+    def _tell(self, event: Event) -> float:
         began = process_time()
-        self.admission.tick(self.fleet, self.now_s)
-        return process_time() - began
+        commands = self.brain.handle(event, self.now_s)
+        took_s = process_time() - began
+        self.running.extend(command.id for command in commands if isinstance(command, Send))
+        return took_s
 
 
 def measure(waiting: int, nodes: int, tenants: int) -> tuple[float, float, float, float]:

@@ -154,7 +154,7 @@ class Replica:
     async def start(self) -> None:
         with self._log.open("ab") as log:
             self.process = await asyncio.create_subprocess_exec(
-                *self._network.command(self.at), sys.executable, "-m", "warmroute.app.main", "serve", "--config",
+                *self._network.command(self.at), sys.executable, "-m", "warmroute", "serve", "--config",
                 str(self._file), stdout=log, stderr=log,
             )  # fmt: skip
 

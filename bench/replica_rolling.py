@@ -92,7 +92,7 @@ async def measure_rolling(report: Report, free_port: Callable[[], int], phase_s:
     ports = [free_port() for _ in range(3)]
     engines = [
         await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "warmroute.app.main", "engine", "--host", "0.0.0.0", "--port", str(port),
+            sys.executable, "-m", "warmroute", "engine", "--host", "0.0.0.0", "--port", str(port),
             "--blocks", str(BLOCKS), "--speed", "20",
             stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL,
         )

@@ -20,14 +20,15 @@ from warmroute.app.metrics.page import MetricsPage
 from warmroute.config import Health, Index, NodeConfig, Routing
 from warmroute.config import Journal as JournalConfig
 from warmroute.core.cache_view import CacheView
+from warmroute.core.calls import Call
 from warmroute.core.fleet import Fleet
-from warmroute.core.last_decisions import Entry, Journal
+from warmroute.core.last_decisions import LastDecisions
 from warmroute.core.messages import Lookup, Outcome, RoutingRequest
 from warmroute.core.node import Ticket
 from warmroute.core.router import Router
 from warmroute.core.traffic import Counters
-from warmroute.edge.first_token import FirstTokenDetector
 from warmroute.edge.http1 import read_request_head
+from warmroute.edge.response import FirstTokenDetector
 from warmroute.prompt.request_body import read_json
 
 REQUEST = (
@@ -118,13 +119,15 @@ def journal_round(count: int) -> Callable[[], None]:
     tokens = array("I", range(8_000))
     lookup = Lookup(tokens.tobytes(), len(tokens), len(tokens))
     decision = Router(fleet, cache_view, Routing(policy="price")).decide(RoutingRequest("m"), 1.0, lookup)
-    journal = Journal(JournalConfig(), Counters())
-    ticket = Ticket(decision.node, 1.0)
+    decisions = LastDecisions(JournalConfig(), Counters())
+    request = RoutingRequest("m", arrived_s=1.0)
 
     def write() -> None:
-        entry = Entry(b"wr-0123456789ab-1", "", "m", "", 1, 1.0, 0.0, decision.record())
-        journal.add(entry)
-        journal.end(entry, Outcome.OK, ticket, 1, 200, 2.0)
+        call = Call(1, request)
+        call.record = decision.record()
+        decisions.add(call)
+        call.outcome, call.end = Outcome.OK, (Outcome.OK, decision.node, 1, 200, 1.5, 2.0)
+        decisions.complete(call)
 
     return write
 
@@ -160,7 +163,10 @@ def main() -> None:
     stage(f"request head, {len(REQUEST)} bytes", lambda: read_request_head(REQUEST, end))
     stage(f"response head, {len(RESPONSE)} bytes", lambda: read_response_head(RESPONSE, answer_end))
     stage("one chunk's frame", lambda: frames.feed(CHUNK))
-    stage("a stream's first token, after a role", lambda: FirstTokenDetector(True).feed(FIRST_CHUNKS))
+    stage(
+        "a stream's first token, after a role",
+        lambda: FirstTokenDetector(chunked=True).feed(FIRST_CHUNKS),
+    )
     for size in (1_024, 16_384, 131_072):
         stage(f"body to request and key, {size // 1024} KiB", partial(read_key, chat_body(size)))
     fleets = {count: fleet_of(count) for count in (2, 64, 1_000)}

@@ -150,12 +150,12 @@ def run(words: list[str], rate: float, limit: int, kind: str, uses_s: dict[int, 
         estimates.apply(query.candidates.nodes, query.now_s)
         return original(query, output)
 
-    def request_sent(flight, sim) -> None:  # type: ignore[no-untyped-def]
-        now_s, hashes = world.calendar.now_s, flight.request.blocks(block_size)
+    def request_sent(exchange, sim) -> None:  # type: ignore[no-untyped-def]
+        now_s, hashes = world.calendar.now_s, exchange.request.blocks(block_size)
         estimates.sent(hashes, now_s)
         for block in hashes:
             seen.setdefault(block, []).append(now_s)
-        sent(flight, sim)
+        sent(exchange, sim)
 
     policy.prices = prices  # type: ignore[method-assign]
     world.request_sent = request_sent  # type: ignore[method-assign]

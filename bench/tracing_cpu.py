@@ -21,7 +21,6 @@ import sys
 import tempfile
 import urllib.request
 from array import array
-from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
@@ -33,18 +32,19 @@ from record import Report, add_record_option, load_average
 from request_path import REQUEST, cost_us, fleet_of
 
 from warmroute.app.otlp import OtlpSender
-from warmroute.app.tracing import BATCH_TRACES
+from warmroute.app.tracing import BATCH_TRACES, EndedTrace, trace_of_call
+from warmroute.config import Admission as AdmissionConfig
 from warmroute.config import Index, Routing
 from warmroute.config import Tracing as TracingConfig
+from warmroute.core.admission import Admission
+from warmroute.core.brain import Brain
 from warmroute.core.cache_view import CacheView
-from warmroute.core.calls import Attempts
-from warmroute.core.messages import Lookup, Outcome, RoutingRequest
-from warmroute.core.node import Ticket
+from warmroute.core.messages import Arrive, Ended, FirstToken, Lookup, RoutingRequest
 from warmroute.core.router import Router
-from warmroute.core.tickets import ClosedTicket
 from warmroute.core.traffic import Counters
+from warmroute.edge.arrival import Kept
 from warmroute.edge.http1 import read_request_head
-from warmroute.edge.trace_context import EndedTrace, RequestTrace, Tracing
+from warmroute.edge.trace_context import EdgeTrace, TraceSampling
 from warmroute.lab.demo.processes import Children, free_port
 
 CONNECTIONS = 8
@@ -140,35 +140,35 @@ async def measure(rounds: int, requests: int) -> dict[str, list[float]]:
 # The parts.
 
 
-def ended_trace(tracing: Tracing, head: bytes, attempts: Attempts, ticket: Ticket) -> None:
+def ended_trace(tracing: TraceSampling, head: bytes, brain: Brain, lookup: Lookup) -> EndedTrace:
     """Do for a recorded request what the event loop does."""
     trace = tracing.begin(head, b"/v1/chat/completions", 0.9)
-    assert isinstance(trace, RequestTrace)
-    trace.begin(attempts)
-    trace.forwarded_fields(ticket)
-    trace.node_answered(ticket, 200)
-    assert attempts.history is not None
-    attempts.history.closed.append(ClosedTicket(ticket, Outcome.OK, 1.2, ""))
-    trace.end(1.2, 200)
+    assert isinstance(trace, EdgeTrace)
+    request = RoutingRequest("m", arrived_s=1.0)
+    kept = Kept()
+    kept.trace = trace
+    brain.handle(Arrive(1, b"wr-0123456789ab-1", request, lookup, kept=kept), 1.0)
+    trace.forwarded_fields(1)
+    brain.handle(FirstToken(1, 1, 200), 1.1)
+    brain.handle(Ended(1, 1, 200, 1.1, (800, 640, 20)), 1.2)
+    call = brain.ended.pop()
+    return trace_of_call(trace, call, True, 0.0)
+
+
+def untraced(brain: Brain, lookup: Lookup) -> None:
+    """Do for a request that is not recorded what the core does."""
+    brain.handle(Arrive(1, b"wr-0123456789ab-1", RoutingRequest("m", arrived_s=1.0), lookup), 1.0)
+    brain.handle(FirstToken(1, 1, 200), 1.1)
+    brain.handle(Ended(1, 1, 200, 1.1, (800, 640, 20)), 1.2)
 
 
 def measure_parts(report: Report) -> None:
-    fleet, tokens = fleet_of(2), array("I", range(800))
-    request = RoutingRequest("m", arrived_s=1.0)
+    fleet, tokens, counters = fleet_of(2), array("I", range(800)), Counters()
     router = Router(fleet, CacheView(Index()), Routing(policy="price"))
-    attempts = Attempts(None, None, request, b"wr-0123456789ab-1")  # type: ignore[arg-type]
-    attempts.reported = (800, 640, 20)
-    attempts.entered_s = 1.0
-    attempts.decision = router.decide(request, 1.0, Lookup(tokens.tobytes(), len(tokens), len(tokens)))
-    ticket = Ticket(attempts.decision.node, 1.001)
-    ticket.first_token(1.1)
-    fleet.close_ticket(ticket, Outcome.OK, 1.2)
+    brain = Brain(fleet, router, Admission(router, AdmissionConfig()), counters)
+    lookup = Lookup(tokens.tobytes(), len(tokens), len(tokens))
     fields = read_request_head(REQUEST, REQUEST.index(b"\r\n\r\n")).forwarded_fields
-    ended: deque[EndedTrace] = deque(maxlen=BATCH_TRACES)
-    unrecorded, recorded = (
-        Tracing(TracingConfig(sample_ratio=ratio), Counters(), ended.append, lambda _model: True)
-        for ratio in (0.0, 1.0)
-    )
+    unrecorded, recorded = (TraceSampling(TracingConfig(sample_ratio=ratio)) for ratio in (0.0, 1.0))
     report.table("parts", "part", "µs of CPU")
 
     def part(name: str, key: str, work: Callable[[], object], count: int = 1) -> None:
@@ -181,9 +181,11 @@ def measure_parts(report: Report) -> None:
         "unrecorded_us",
         lambda: unrecorded.begin(fields, b"/v1/chat/completions", 0.9),
     )
-    part("a recorded request, on the event loop", "loop_us", lambda: ended_trace(recorded, fields, attempts, ticket))
-    for _ in range(BATCH_TRACES):
-        ended_trace(recorded, fields, attempts, ticket)
+    untraced_us = cost_us(lambda: untraced(brain, lookup))
+    traced_us = cost_us(lambda: ended_trace(recorded, fields, brain, lookup))
+    report.row("a recorded request, on the event loop", f"{traced_us - untraced_us:.1f}")
+    report.value("loop_us", f"{traced_us - untraced_us:.1f}")
+    ended = [ended_trace(recorded, fields, brain, lookup) for _ in range(BATCH_TRACES)]
     sender = OtlpSender(TracingConfig(), Random().getrandbits)
     sender._exporter.export = lambda spans: len(encode_spans(spans).SerializeToString())  # type: ignore[assignment,return-value]
     part("its spans, built and encoded in the thread", "thread_us", lambda: sender.send(ended), BATCH_TRACES)

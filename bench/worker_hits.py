@@ -22,7 +22,7 @@ from typing import Any
 from record import Report, add_record_option, load_average
 from workers import HOST, start, until_ready
 
-MODULE = ("-m", "warmroute.app.main")
+MODULE = ("-m", "warmroute")
 ENGINES = 4
 
 

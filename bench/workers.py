@@ -99,7 +99,7 @@ async def start_router(port: int, workers: int) -> asyncio.subprocess.Process:
     nodes = [word for one in ENGINE_PORTS for word in ("--node", f"http://{HOST}:{one}")]
     flags = ("--workers", str(workers), "--port", str(port), "--admin-port", str(port + 1))
     quiet = asyncio.subprocess.DEVNULL
-    command = (sys.executable, "-m", "warmroute.app.main", "serve", *flags, *nodes)
+    command = (sys.executable, "-m", "warmroute", "serve", *flags, *nodes)
     return await asyncio.create_subprocess_exec(*command, stdout=quiet, stderr=quiet)
 
 

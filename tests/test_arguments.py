@@ -207,7 +207,7 @@ def test_the_results_of_plan_fit_80_columns(
 def test_a_reader_that_has_read_enough_is_no_error(words: list[str]) -> None:
     """As in `warmroute … | head -1`: the pipe is closed before everything is written."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "warmroute.app.main", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [sys.executable, "-m", "warmroute", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
     assert process.stdout is not None and process.stderr is not None
     process.stdout.close()

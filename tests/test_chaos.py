@@ -22,7 +22,7 @@ from support.raw_client import ConnectionClosed, chat, post
 from support.running_router import RunningRouter, quick_table, router
 
 from warmroute.config import Config, from_table
-from warmroute.core.rate_limits import Charge, TenantLimits
+from warmroute.core.rate_limits import RequestCharge, TenantLimits
 from warmroute.edge.arrival import hash_key
 from warmroute.lab.demo.processes import free_port
 
@@ -37,7 +37,7 @@ class EngineProcess:
 
     async def start(self) -> None:
         self.process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "warmroute.app.main", "engine", "--port", str(self.port), "--model", "m",
+            sys.executable, "-m", "warmroute", "engine", "--port", str(self.port), "--model", "m",
             "--profile", "h100-8b", "--speed", "5", "--blocks", "4000",
             stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL,
         )  # fmt: skip
@@ -293,10 +293,10 @@ class HeaderLoad(Load):
 async def test_every_counter_returns_to_zero_with_all_features_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    charges: list[Charge] = []
+    charges: list[RequestCharge] = []
     begin = TenantLimits.begin
 
-    def noted(self: TenantLimits, *given: Any) -> Charge:
+    def noted(self: TenantLimits, *given: Any) -> RequestCharge:
         charges.append(begin(self, *given))
         return charges[-1]
 
@@ -311,7 +311,7 @@ async def test_every_counter_returns_to_zero_with_all_features_on(
             await engine.kill()
 
 
-async def _all_features(engines: list[EngineProcess], journal: Path, charges: list[Charge]) -> None:
+async def _all_features(engines: list[EngineProcess], journal: Path, charges: list[RequestCharge]) -> None:
     config = all_features(engines, journal)
     async with router(config=config, wait=3) as running:
         service = running.service
@@ -363,8 +363,8 @@ async def _all_features(engines: list[EngineProcess], journal: Path, charges: li
             raise AssertionError(f"still held: {_held(running)}") from None
         unsettled = sum(not charge._settled for charge in charges)
         assert charges and unsettled <= service.counters.disconnects + service.counters.interrupted
-        await until(lambda: not service.journal._pending, "the journal is written")
-    assert len(service.journal) == 50 and service.counters.journal_written > 50
+        await until(lambda: not service.last_decisions.pending, "the journal is written")
+    assert len(service.last_decisions) == 50 and service.counters.journal_written > 50
 
 
 def _held(running: RunningRouter) -> list[str]:

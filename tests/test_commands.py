@@ -231,7 +231,7 @@ def test_load_fails_with_the_reason_if_no_request_succeeds(
 
 def serve_fails(*arguments: str) -> str:
     """Run `serve` in its own process, because it configures logging. Return its error output."""
-    command = [sys.executable, "-m", "warmroute.app.main", "serve", *arguments]
+    command = [sys.executable, "-m", "warmroute", "serve", *arguments]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 2, ended.stderr
     return ended.stderr

@@ -12,22 +12,23 @@ import tomllib
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
 
-from warmroute.app.commands import reference
-from warmroute.app.main import COMMANDS, main
+from warmroute.app.commands import nodes, reference
+from warmroute.app.main import COMMANDS, create_parser, main
 from warmroute.app.metrics import METRICS
 from warmroute.app.metrics.page import MetricsPage
 from warmroute.app.monitoring import samples_of
 from warmroute.config import Config, from_table, tables
 from warmroute.config.section import keys_of
-from warmroute.core import rejections
+from warmroute.core import calls, rejections
 from warmroute.core.cache_view import CacheView
 from warmroute.core.fleet import Fleet
 from warmroute.core.messages import RoutingRequest
-from warmroute.core.rejections import NotAdmitted, RoutingError, to_error
+from warmroute.core.rejections import NotAdmitted, RoutingError, rejection
 from warmroute.core.traffic import Counters
 from warmroute.scaling.scaling_decision import PoolDecision
 from warmroute.scaling.scaling_service import ScalingStats
@@ -36,11 +37,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ROOT / "src" / "warmroute"
 REFERENCE = ROOT / "docs" / "reference"
 PAGES = [ROOT / "README.md", ROOT / "examples" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-COMMAND_MODULES = {
-    each: sys.modules[add.__module__]
-    for name, add in COMMANDS.items()
-    for each in (getattr(sys.modules[add.__module__], "NAMES", (name,)))
-}
+COMMAND_NAMES = {*COMMANDS, *nodes.NAMES}
 
 
 def page_id(page: Path) -> str:
@@ -100,7 +97,7 @@ def test_every_configuration_key_in_a_page_exists(page: Path) -> None:
             assert key in keys[table], f"{page_id(page)}: {table}.{key}"
 
 
-@every_page
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "tests" / "README.md"], ids=page_id)
 def test_every_source_file_in_a_page_exists(page: Path) -> None:
     folders = (ROOT, SOURCES, ROOT / "tests", page.parent)
     names = {
@@ -113,12 +110,31 @@ def test_every_source_file_in_a_page_exists(page: Path) -> None:
         assert found, f"{page_id(page)}: {path}"
 
 
+ARCHITECTURE = ROOT / "docs" / "concepts" / "architecture.md"
+
+
 def test_the_page_on_architecture_lists_the_rooms_and_what_they_import() -> None:
     rooms = runpy.run_path(str(ROOT / "tools" / "check_rooms.py"))["MAY_KNOW"]
-    rows = re.findall(
-        r"^\| `(\w+)` \| [^|]+ \| ([^|]+) \|$", (ROOT / "docs/concepts/architecture.md").read_text(), re.M
-    )
-    assert {room: set(re.findall(r"`(\w+)`", imports)) for room, imports in rows} == rooms
+    section = ARCHITECTURE.read_text().split("\n## The rooms\n")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| `(\w+)` \| [^|]+ \| ([^|]+) \|$", section, re.M)
+    assert {room: set(re.findall(r"`([\w.]+)`", imports)) for room, imports in rows} == rooms
+
+
+@pytest.mark.parametrize("table", [calls.CALL_ROWS, calls.TRY_ROWS], ids=["call", "try"])
+def test_the_page_on_architecture_has_the_states_of_calls_and_tries(table: dict[tuple[type, int], str]) -> None:
+    first = next(event.__name__ for event, _ in table)
+    text = ARCHITECTURE.read_text().splitlines()
+    at = next(number for number, line in enumerate(text) if line.startswith(f"| {first} |"))
+    states = [getattr(calls, name.upper()) for name in cells(text[at - 2])[1:]]
+    rows = {row[0]: row[1:] for row in map(cells, takewhile(lambda line: line.startswith("|"), text[at:]))}
+    assert rows.keys() == {event.__name__ for event, _ in table}
+    for event, row in rows.items():
+        found = {state for state, cell in zip(states, row, strict=True) if cell != "–"}
+        assert found == {state for kind, state in table if kind.__name__ == event}, event
+
+
+def cells(row: str) -> list[str]:
+    return [cell.strip() for cell in row.strip("|").split("|")]
 
 
 # Error codes.
@@ -127,7 +143,7 @@ ROUTING_ERRORS = (
     rejections.UnknownModel(), rejections.MissingModel(), rejections.NoNodeAvailable(),
     rejections.NoNodeInSubset(), rejections.ContextTooLong(9000, 2048), rejections.AllNodesFailed(2, None),
     rejections.FailedOnEveryNode(2),
-    rejections.AllNodesBusy(1), rejections.AllNodesUnavailable(1), rejections.QueueFull(),
+    rejections.AllNodesBusy(1), rejections.AllNodesUnavailable(1), rejections.OutOfResources(), rejections.QueueFull(),
     rejections.Displaced(), rejections.HeldTooLong(),
     rejections.NodeQueuesFull(), rejections.NodesFull(), rejections.WouldQueue(),
     rejections.QueueTimeout(),
@@ -145,29 +161,23 @@ def test_every_error_code_is_documented_with_its_status_and_exists() -> None:
 
 def errors_in_source() -> Iterator[tuple[int, str]]:
     """Yield status and code of each `HttpError(status, …, code=…)` and of each table row `(status, code, message)`."""
-    places = (
-        "edge/*.py",
-        "core/rejections.py",
-        "engines/block_reports.py",
-        "app/admin.py",
-        "app/live_page.py",
-        "app/workers/*.py",
-    )
-    for path in (path for place in places for path in SOURCES.glob(place)):
+    for path in (path for room in ("edge", "app", "engines") for path in (SOURCES / room).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "HttpError":
                 code = next(word.value for word in node.keywords if word.arg == "code")
                 if _text(code):
                     yield _number(node.args[0]), _text(code)
-            elif isinstance(node, ast.Tuple) and len(node.elts) == 3 and 400 <= _number(node.elts[0]) < 600:
-                yield _number(node.elts[0]), _text(node.elts[1])
+            elif isinstance(node, ast.Tuple) and len(node.elts) == 3:
+                status, name = _number(node.elts[0]), _text(node.elts[1])
+                if name and 400 <= status < 600:
+                    yield status, name
 
 
 def errors_of_routing() -> Iterator[tuple[int, str]]:
     kinds = {kind for kind in vars(rejections).values() if isinstance(kind, type) and issubclass(kind, RoutingError)}
     assert kinds == {*map(type, ROUTING_ERRORS), NotAdmitted, RoutingError}
     for error in ROUTING_ERRORS:
-        sent = to_error(error, RoutingRequest("model"))
+        sent = rejection(error, 1, RoutingRequest("model"))
         yield sent.status, sent.code
 
 
@@ -287,17 +297,14 @@ def shown_commands(page: Path) -> Iterator[list[str]]:
 @every_page
 def test_commands_in_a_page_exist(page: Path) -> None:
     for name in re.findall(r"(?:^    |`)warmroute ([a-z][a-z-]*)", page.read_text(), re.M):
-        assert name in COMMAND_MODULES, f"{page_id(page)}: warmroute {name}"
+        assert name in COMMAND_NAMES, f"{page_id(page)}: warmroute {name}"
 
 
 @every_page
-def test_commands_in_a_page_have_valid_options(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for add in COMMANDS.values():
-        run = "run" if add.__name__ == "add_to" else add.__name__.replace("add_", "run_")
-        monkeypatch.setattr(sys.modules[add.__module__], run, lambda _args: 0)
+def test_commands_in_a_page_have_valid_options(page: Path) -> None:
     for arguments in shown_commands(page):
         try:
-            assert main(arguments) == 0
+            create_parser().parse_args(arguments)
         except SystemExit:
             pytest.fail(f"{page_id(page)}: warmroute {shlex.join(arguments)}")
 
@@ -337,17 +344,15 @@ def shortened(arguments: list[str]) -> list[str]:
     return [*first_only, "--limit", "20", "--warm-up", "0", "--quiet"]
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", sorted(COMMAND_NAMES))
 def test_every_command_explains_its_options(name: str) -> None:
-    result = subprocess.run(
-        [sys.executable, "-m", "warmroute.app.main", name, "--help"], capture_output=True, text=True
-    )  # fmt: skip
+    result = subprocess.run([sys.executable, "-m", "warmroute", name, "--help"], capture_output=True, text=True)
     assert result.returncode == 0 and "usage: warmroute" in result.stdout
 
 
 def test_the_page_on_commands_has_a_section_for_each() -> None:
     text = (REFERENCE / "cli.md").read_text()
-    assert set(re.findall(r"^\| \[`warmroute ([a-z-]+)`\]", text, re.M)) == set(COMMAND_MODULES)
+    assert set(re.findall(r"^\| \[`warmroute ([a-z-]+)`\]", text, re.M)) == COMMAND_NAMES
 
 
 @every_page

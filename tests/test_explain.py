@@ -76,7 +76,7 @@ async def wait_for_events(r: RunningRouter) -> None:
 async def explain(r: RunningRouter, *arguments: str, **env: str) -> tuple[int, str, str]:
     """Run the command in its own process. Return its exit status, output and errors."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "warmroute.app.main", "explain", "--admin", f"http://127.0.0.1:{r.service.admin_port}",
+        sys.executable, "-m", "warmroute", "explain", "--admin", f"http://127.0.0.1:{r.service.admin_port}",
         *arguments, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
         env={**os.environ, **env},
     )  # fmt: skip
@@ -94,7 +94,7 @@ def state_of(r: RunningRouter) -> dict[str, Any]:
         "outcomes": [tuple(node.outcomes) for node in service.fleet],
         "ranks": [list(cache.ranks) for cache in service.cache_view],
         "reuse": bytes(service.cache_view.reuse.chances),
-        "journal": len(service.journal),
+        "journal": len(service.last_decisions),
         "waiting": service.admission.queue.waiting,
         "responses": dict(service.counters.responses),
         "errors": dict(service.counters.errors),

@@ -206,7 +206,7 @@ async def test_a_prompt_that_cannot_be_read_is_counted() -> None:
         def fail(*_arguments: object) -> None:
             raise RuntimeError
 
-        r.service.tokenizer_registry._text_matching.begin = fail  # type: ignore[method-assign, assignment]
+        r.service.tokenizer_registry.text_matching.begin = fail  # type: ignore[method-assign, assignment]
         r.service.prompt_reader._max_text_prompt_bytes = -1
         assert (await r.request(post(chat()))).status == 200
         report = await models(r)

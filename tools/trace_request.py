@@ -5,8 +5,9 @@
 
 The router, with the policy `price`, runs in this process; a client and a node answer in threads that are not counted.
 The request is a chat of 1 KB that the router has seen before, and its answer has five events, each sent by itself. Only
-frames of the package `warmroute` count, and the compiled kernel has none. The request is sent several times, and the
-one with the median number of calls is shown, since a timer of the router may run during a request.
+Python frames of the package `warmroute` count, those of all rooms together; compiled code has none. A crossing is a
+call into a file of another room. The request is sent several times, and the one with the median number of calls is
+shown, since a timer of the router may run during a request.
 """
 
 from __future__ import annotations
@@ -206,6 +207,8 @@ def main() -> int:
     parser.add_argument("--list", choices=("text", "exact"), help="print each call of the request")
     parser.add_argument("--by-file", choices=("text", "exact"), help="print the number of calls of each file")
     args = parser.parse_args()
+    if warmroute.is_compiled():
+        raise SystemExit("The modules of the request path are compiled, so they have no frames: run the sources.")
     logging.disable(logging.WARNING)
     chosen = args.list or args.by_file
     print("prompts are read as   calls   files   crossings   depth")

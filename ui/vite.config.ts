@@ -4,7 +4,7 @@ import { defineConfig } from "vite";
 export default defineConfig({
   base: "/page/",
   build: {
-    outDir: "../src/warmroute/console/page",
+    outDir: "../src/warmroute/app/page",
     emptyOutDir: true,
     target: "es2022",
     cssTarget: ["chrome123", "firefox120", "safari17.5"],

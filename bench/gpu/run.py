@@ -187,7 +187,7 @@ def router(work: Path, policy: str) -> Iterator[tuple[int, int]]:
         f"[[models]]\nname = {model}\ntokenizer = {model}\n{nodes}"
     )
     with (work / "router.log").open("ab") as log:
-        command: Command = [work / "venv/bin/python", "-m", "warmroute.app.main", "serve", "--config", config]
+        command: Command = [work / "venv/bin/python", "-m", "warmroute", "serve", "--config", config]
         process = subprocess.Popen(command, stdout=log, stderr=log, cwd=work)
     try:
         wait_until_answers(f"http://127.0.0.1:{port}/ready", process, work / "router.log")

@@ -38,6 +38,7 @@ async def rows(r: RunningRouter, folder: Path, count: int) -> list[dict[str, Any
     def found() -> list[dict[str, Any]]:
         return [json.loads(line) for file in sorted(folder.glob("*.jsonl")) for line in file.read_text().splitlines()]
 
+    r.service.write_ended_calls()
     await r.service.capture.flush()
     await until(lambda: len(found()) >= count)
     assert len(found()) == count

@@ -120,6 +120,7 @@ async def test_the_status_names_each_capture(tmp_path: Path, capsys: pytest.Capt
     async with engines() as [engine], router(engine, capture={"directory": str(folder)}) as r:
         engine.behave = normal()
         await r.request(post(chat(LONG)))
+        r.service.write_ended_calls()
         await r.service.capture.flush()
         status = await asyncio.to_thread(
             main, ["capture", "--status", "--admin", f"http://127.0.0.1:{r.service.admin_port}"]
@@ -148,6 +149,7 @@ async def test_a_stream_ends_with_its_client_and_has_its_own_ids(
         assert (await r.admin("POST", "/admin/capture")).status == 405
         assert (await r.admin("DELETE", "/admin/capture/stream")).status == 405
         await r.request(post(chat(LONG)))
+        r.service.write_ended_calls()
         await r.service.capture.flush()
         ids = []
         for peer in peers:
@@ -171,6 +173,7 @@ async def test_a_client_that_does_not_read_loses_requests_and_nobody_else(monkey
         target = r.service.capture._targets[0]
         target.sink._unsent_bytes = 10  # type: ignore[attr-defined]
         assert (await r.request(post(chat(LONG)))).status == 200
+        r.service.write_ended_calls()
         await r.service.capture.flush()
         assert (target.dropped, target.failing) == (1, True)
         peer.disconnect()

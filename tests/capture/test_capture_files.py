@@ -14,7 +14,7 @@ import pytest
 
 from warmroute.app import capture as capture_files_module
 from warmroute.app import capture as capture_module
-from warmroute.app.capture import Capture, CaptureDirectory, CaptureFile, CaptureFull, EndedRequest, capture_files
+from warmroute.app.capture import Capture, CapturedCall, CaptureDirectory, CaptureFile, CaptureFull, capture_files
 from warmroute.config import Capture as CaptureConfig
 from warmroute.core.messages import RoutingRequest
 from warmroute.core.traffic import Counters
@@ -23,9 +23,9 @@ from warmroute.prompt.prompt import exact_prompt
 LINE = b'{"timestamp":0}' + b" " * 84 + b"\n"
 
 
-def ended(arrived_s: float = 1e12, tokens: int = 64) -> EndedRequest:
+def ended(arrived_s: float = 1e12, tokens: int = 64) -> CapturedCall:
     request = RoutingRequest("m", arrived_s=arrived_s)
-    return EndedRequest(request, exact_prompt(bytes(4 * tokens)), 300, "ok", arrived_s + 1, 5, False)
+    return CapturedCall(request, b"", exact_prompt(bytes(4 * tokens)), 300, "ok", arrived_s + 1, 5, False)
 
 
 def events(caplog: pytest.LogCaptureFixture) -> list[str]:

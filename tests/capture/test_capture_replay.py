@@ -59,6 +59,7 @@ async def test_a_replayed_capture_has_the_measured_hit_rate(tmp_path: Path, poli
         }
         async with router(*({"url": engine.url} for engine in engines), **tables) as r:
             await converse(r)
+            r.service.write_ended_calls()
             await r.service.capture.flush()
     past = measure(Trace(folder))
     assert past is not None and past.requests == CONVERSATIONS * TURNS and past.hit_rate is not None

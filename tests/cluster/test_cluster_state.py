@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from random import Random
 
 import pytest
@@ -11,25 +12,17 @@ from warmroute._kernel import REQUEST_CONTEXT
 from warmroute.config import Admission as AdmissionConfig
 from warmroute.config import Health, Index, KeyConfig, NodeConfig, Pricing, Routing
 from warmroute.core.admission import Admission
-from warmroute.core.brain import Dispatcher
+from warmroute.core.brain import Brain
 from warmroute.core.cache_view import CacheView
 from warmroute.core.cluster.cluster_state import ClusterState
 from warmroute.core.cluster.messages import FULL_S, PEER_TTL_S, decode, encode
 from warmroute.core.fleet import Fleet
-from warmroute.core.messages import Lookup, Outcome, RoutingRequest
+from warmroute.core.messages import Command, Event, Lookup, Outcome, RoutingRequest
 from warmroute.core.node import Node, Ticket
 from warmroute.core.rate_limits import RateLimits
 from warmroute.core.rejections import RateLimited
 from warmroute.core.router import Router
-
-
-class Counts:
-    def __init__(self) -> None:
-        from collections import Counter
-
-        self.responses: Counter[int] = Counter()
-        self.split_requests: Counter[str] = Counter()
-        self.interrupted = self.disconnects = self.retries = self.hedges = self.hedges_won = 0
+from warmroute.core.traffic import Counters
 
 
 class Process:
@@ -41,11 +34,7 @@ class Process:
         self.cache_view = CacheView(Index())
         self.router = Router(self.fleet, self.cache_view, Routing(policy="price", seed=1), Pricing())
         self.admission = Admission(self.router, AdmissionConfig())
-        self.freed: list[str] = []
-        self.dispatcher = Dispatcher(
-            self.fleet, self.router, self.admission, Counts(), None, 0, lambda: self.now_s,
-            lambda node, _now_s: self.freed.append(node.name),
-        )  # fmt: skip
+        self.brain = Brain(self.fleet, self.router, self.admission, Counters())
         for at in range(nodes):
             node = self.fleet.add(NodeConfig(url=f"http://n{at}:1", name=f"n{at}", models=("m",)))
             self.fleet.check_passed(node, 0.0)
@@ -53,10 +42,13 @@ class Process:
         key = KeyConfig(sha256="0" * 64, tenant="acme", requests_per_min=requests_per_min)
         self.limits = RateLimits([key] if requests_per_min else [], self.now_s)
         self.sent: list[bytes] = []
-        self.state = ClusterState(name, self.dispatcher, self.cache_view, lambda: None, self.limits)
+        self.state = ClusterState(name, self.brain, self.cache_view, lambda: None, self.limits)
 
     def publish(self, message: bytes) -> None:
         self.sent.append(message)
+
+    def tell(self, event: Event) -> Sequence[Command]:
+        return self.brain.handle(event, self.now_s)
 
     def node(self, name: str = "n0") -> Node:
         return self.fleet.node(name)
@@ -108,7 +100,7 @@ def test_a_node_counts_the_requests_of_all_processes() -> None:
     tickets[0].first_token(a.now_s)
     exchange(a, b)
     assert b.node().pending_work == pytest.approx(700.0) and b.node().inflight == 3
-    assert "n0" in b.freed  # queued requests may go there
+    assert b.brain.due_now, "queued requests may go there"
 
     for ticket in (*tickets, own):
         ticket.close(Outcome.OK, a.now_s)

@@ -23,7 +23,7 @@ class Scaled(Process):
         self.meter, self.waiting = DemandMeter(), 0
         self.router.demand_meter, self.router.hot = self.meter, HotPrefixes()
         self.demand = SharedDemand(self.meter, lambda: self.waiting)
-        self.state = ClusterState(name, self.dispatcher, self.cache_view, lambda: None, self.limits, demand=self.demand)
+        self.state = ClusterState(name, self.brain, self.cache_view, lambda: None, self.limits, demand=self.demand)
 
     def send(self, lookup: Lookup) -> None:
         self.meter.arrived += 1

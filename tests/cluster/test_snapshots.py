@@ -28,7 +28,7 @@ class Starting(Process):
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self.state.close()
-        self.state = ClusterState(name, self.dispatcher, self.cache_view, lambda: None, self.limits, asks_snapshot=True)
+        self.state = ClusterState(name, self.brain, self.cache_view, lambda: None, self.limits, asks_snapshot=True)
 
 
 def lookup(number: int, tokens: int = 512) -> Lookup:

@@ -32,13 +32,19 @@ from support.raw_client import Response, chat, post
 from support.running_router import RunningRouter, router
 from support.scripted_engine import engines
 
+from warmroute.app.journal import append
+from warmroute.config import Admission as AdmissionConfig
 from warmroute.config import Health, Index, NodeConfig, Routing
 from warmroute.config import Journal as JournalConfig
+from warmroute.core.admission import Admission
+from warmroute.core.brain import Brain
 from warmroute.core.cache_view import CacheView
+from warmroute.core.calls import Call, Try
 from warmroute.core.decision import Decision
+from warmroute.core.decision_record import DecisionRecord
 from warmroute.core.fleet import Fleet
-from warmroute.core.last_decisions import MAX_PENDING, Entry, Journal, append
-from warmroute.core.messages import Lookup, Outcome, RoutingRequest
+from warmroute.core.last_decisions import MAX_PENDING, LastDecisions
+from warmroute.core.messages import Arrive, Ended, Lookup, RoutingRequest
 from warmroute.core.router import Router
 from warmroute.core.routing_context import Query
 from warmroute.core.tickets import Dispatch
@@ -114,7 +120,7 @@ async def test_a_running_request_has_the_outcome_running() -> None:
         entry = (await r.admin("GET", "/admin/decisions/slow")).json
         assert (entry["outcome"], entry["duration_ms"], entry["status"]) == ("running", None, None)
         gate.set()
-        await until(lambda: (entry := r.service.journal.find(b"slow")) is not None and entry.end is not None)
+        await until(lambda: (call := r.service.last_decisions.find(b"slow")) is not None and call.end is not None)
         assert (await decisions(r))[0]["outcome"] == "ok"
 
 
@@ -137,7 +143,7 @@ async def test_every_outcome_is_recorded() -> None:
         bad.behave = good.behave = hanging
         peer = await r.connect()
         peer.write(post(headers=["X-Request-Id: cancelled"]))
-        await until(lambda: r.service.journal.find(b"cancelled"))
+        await until(lambda: r.service.last_decisions.find(b"cancelled"))
         peer.disconnect()
         await until(lambda: r.inflight() == 0)
         ends = {one["request_id"]: (one["outcome"], one["status"], one["answered_by"]) for one in await decisions(r)}
@@ -160,7 +166,7 @@ async def test_an_entry_has_the_time_in_the_queue() -> None:
             peer.write(post(chat(f"{number}{LONG}", stream=True), headers=[f"X-Request-Id: n{number}"]))
             await until(lambda number=number: len(engine.seen) + r.service.admission.queue.waiting == number + 1)
         await asyncio.sleep(0.05)
-        assert r.service.admission.queue.waiting == 1 and len(r.service.journal) == 1
+        assert r.service.admission.queue.waiting == 1 and len(r.service.last_decisions) == 1
         gate.set()
         for peer in peers:
             assert (await peer.response()).status == 200
@@ -206,44 +212,46 @@ async def test_the_journal_keeps_the_latest_decisions_newest_first() -> None:
 async def test_the_journal_can_be_disabled() -> None:
     async with engines() as [engine], router(engine, journal={"max_decisions": 0}) as r:
         assert (await send(r, "one")).status == 200
-        assert not r.service.journal.on and await decisions(r) == []
+        assert not r.service.last_decisions.on and await decisions(r) == []
 
 
 async def test_a_reload_changes_how_many_decisions_are_kept() -> None:
     async with engines() as [engine], router(engine) as r:
         for number in range(6):
             await send(r, f"n{number}")
-        r.service.journal.reconfigure(JournalConfig(max_decisions=2))
+        r.service.last_decisions.reconfigure(JournalConfig(max_decisions=2))
         assert [one["request_id"] for one in await decisions(r)] == ["n5", "n4"]
-        r.service.journal.reconfigure(JournalConfig(max_decisions=3))
+        r.service.last_decisions.reconfigure(JournalConfig(max_decisions=3))
         for number in range(6, 9):
             await send(r, f"n{number}")
         assert [one["request_id"] for one in await decisions(r)] == ["n8", "n7", "n6"]
 
 
 async def test_entries_do_not_keep_prompts_or_bodies_in_memory() -> None:
-    large = (Lookup, Query, Decision, Dispatch)
+    large = (Lookup, Query, Decision, Dispatch, Try)
     before = [thing for thing in gc.get_objects() if type(thing) in large]
     others = {id(thing) for thing in before}  # of other test modules
     async with engines(2) as both, router(*both, routing=PRICE) as r:
         for number in range(30):
             await send(r, f"n{number}", f"{number} {LONG}")
         assert len(await decisions(r)) == 30
-        await until(lambda: not r.service.listener.connections)
+        await until(lambda: not r.service.listener.connections and not r.service.brain.ended)
         gc.collect()
         alive = [thing for thing in gc.get_objects() if type(thing) in large and id(thing) not in others]
         assert not alive, {type(thing).__name__ for thing in alive}
-        requests = [thing for thing in gc.get_objects() if type(thing) is RoutingRequest]
-        assert not [request for request in requests if SECRET.encode() in (request.prefix_key() or b"")]
-        entries = [thing for thing in gc.get_objects() if type(thing) is Entry]
-        assert len(entries) == 30
-        reached, ahead = set(), list(entries)
-        while ahead:  # an entry refers to no long text
+        calls = [thing for thing in gc.get_objects() if type(thing) is Call]
+        assert len(calls) == 30
+        assert not [call for call in calls if call.request.prefix_key() or call.request.session_key()]
+        reached: set[int] = set()
+        ahead: list[object] = list(calls)
+        while ahead:  # a call refers to no long text
             thing = ahead.pop()
             for part in gc.get_referents(thing):
                 if isinstance(part, bytes | str):
                     assert len(part) < 100, part[:200]
-                elif type(part).__module__.startswith("warmroute.core") and id(part) not in reached:
+                elif (
+                    isinstance(part, Call | DecisionRecord | RoutingRequest | dict | tuple) and id(part) not in reached
+                ):
                     reached.add(id(part))
                     ahead.append(part)
 
@@ -253,18 +261,17 @@ def test_memory_is_bounded_on_a_large_fleet() -> None:
     fleet, cache_view = Fleet(Health()), CacheView(Index())
     for number in range(1000):
         fleet.check_passed(fleet.add(NodeConfig(url=f"http://n{number}:1", models=("m",))), 0.0)
-    router_, journal = Router(fleet, cache_view, Routing(seed=1)), Journal(JournalConfig(max_decisions=20), Counters())
+    router_, counters = Router(fleet, cache_view, Routing(seed=1)), Counters()
+    kept = LastDecisions(JournalConfig(max_decisions=20), counters)
+    brain = Brain(fleet, router_, Admission(router_, AdmissionConfig()), counters, journal=kept)
     tokens = array("I", range(4000))
 
     def decide(number: int) -> None:
         lookup = Lookup(tokens.tobytes(), len(tokens), 0)
-        decision = router_.decide(RoutingRequest("m"), 1.0, lookup)
-        assert len(decision.prices or ()) == 1000
-        entry = Entry(b"%d" % number, "", "m", "", 1, 1.0, 0.0, decision.record())
-        journal.add(entry)
-        ticket = router_.dispatch(decision, decision.node, 1.0)
-        ticket.close(Outcome.OK, 2.0)
-        journal.end(entry, Outcome.OK, ticket, 1, 200, 2.0)
+        [send] = brain.handle(Arrive(number, b"%d" % number, RoutingRequest("m", arrived_s=1.0), lookup), 1.0)
+        [call] = brain.open.values()
+        assert call.decision is not None and len(call.decision.prices or ()) == 1000
+        assert not brain.handle(Ended(number, send.try_, 200, 1.5, None), 2.0)  # type: ignore[union-attr]
 
     decide(-1)
     tracemalloc.start()
@@ -275,7 +282,7 @@ def test_memory_is_bounded_on_a_large_fleet() -> None:
         used_bytes, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert len(journal) == 20
+    assert len(kept) == 20
     assert used_bytes < 20 * 16_384
 
 
@@ -301,24 +308,24 @@ async def test_finished_requests_are_written_one_per_line(tmp_path: Path) -> Non
 
 
 async def test_a_sample_is_written(tmp_path: Path) -> None:
-    journal = Journal(JournalConfig(file=str(tmp_path / "f"), sample_ratio=0.25), Counters())
+    counters = Counters()
+    decisions = LastDecisions(JournalConfig(file=str(tmp_path / "f"), sample_ratio=0.25), counters)
     async with engines() as [engine], router(engine) as r:
         await send(r, "one")
-        entry = r.service.journal.find(b"one")
-        assert entry is not None and entry.end is not None
-        ticket = type("T", (), {"node": entry.end[1], "first_token_s": 1.0})()
+        call = r.service.last_decisions.find(b"one")
+        assert call is not None and call.end is not None
         for _ in range(4000):
-            journal.end(entry, Outcome.OK, ticket, 1, 200, 2.0)
-        assert 800 < len(journal._pending) < 1200
-        journal.reconfigure(JournalConfig(file=str(tmp_path / "f"), sample_ratio=0.0))
-        before = len(journal._pending)
-        journal.end(entry, Outcome.OK, ticket, 1, 200, 2.0)
-        assert len(journal._pending) == before
-        journal.reconfigure(JournalConfig(file=str(tmp_path / "f")))
+            decisions.complete(call)
+        assert 800 < len(decisions.pending) < 1200
+        decisions.reconfigure(JournalConfig(file=str(tmp_path / "f"), sample_ratio=0.0))
+        before = len(decisions.pending)
+        decisions.complete(call)
+        assert len(decisions.pending) == before
+        decisions.reconfigure(JournalConfig(file=str(tmp_path / "f")))
         for _ in range(MAX_PENDING):
-            journal.end(entry, Outcome.OK, ticket, 1, 200, 2.0)
-        assert len(journal._pending) == MAX_PENDING, "memory is bounded if the disk hangs"
-        assert journal._counters.journal_dropped == before
+            decisions.complete(call)
+        assert len(decisions.pending) == MAX_PENDING, "memory is bounded if the disk hangs"
+        assert counters.journal_dropped == before
 
 
 def test_a_large_file_is_rotated(tmp_path: Path) -> None:
@@ -335,7 +342,7 @@ def test_a_large_file_is_rotated(tmp_path: Path) -> None:
 
 @pytest.mark.interpreted
 async def test_a_disk_that_hangs_does_not_delay_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("warmroute.core.last_decisions.CLOSE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("warmroute.app.journal.CLOSE_TIMEOUT_S", 0.2)
     file = tmp_path / "j"
     os.mkfifo(file)  # opening it waits for a reader
     async with engines() as [engine], router(engine, journal={"file": str(file)}) as r:

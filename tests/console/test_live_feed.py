@@ -403,9 +403,9 @@ def test_the_committed_build_belongs_to_its_sources() -> None:
 def test_the_check_notices_a_changed_source(tmp_path: Path) -> None:
     for name in ("ui/src", "ui/public", "src/warmroute/app/page"):
         shutil.copytree(ROOT / name, tmp_path / name)
-    shutil.copy(ROOT / "src/warmroute/theme.css", tmp_path / "src/warmroute/theme.css")
-    for name in ("index.html", "package.json", "package-lock.json", "tsconfig.json", "vite.config.ts"):
-        shutil.copy(ROOT / "ui" / name, tmp_path / "ui" / name)
+    sources = ("index.html", "package.json", "package-lock.json", "tsconfig.json", "vite.config.ts")
+    for name in (*(f"ui/{source}" for source in sources), "src/warmroute/theme.css"):
+        shutil.copy(ROOT / name, tmp_path / name)
     (tmp_path / "tools").mkdir()
     check = shutil.copy(ROOT / "tools" / "check_page.py", tmp_path / "tools")
     assert subprocess.run([sys.executable, check], capture_output=True).returncode == 0

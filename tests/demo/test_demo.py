@@ -20,7 +20,7 @@ from warmroute.lab.demo.part_scaling import sparkline
 from warmroute.lab.demo.processes import Children
 from warmroute.lab.engine.blocks import AllBlocksCleared
 
-DEMO = [sys.executable, "-m", "warmroute.app.main", "demo"]
+DEMO = [sys.executable, "-m", "warmroute", "demo"]
 
 
 def with_temp_dir(folder: Path) -> dict[str, str]:

@@ -54,7 +54,7 @@ async def activated(
     """`warmroute serve` as systemd would start it: the sockets are file descriptors 3 and following."""
     config = folder / "warmroute.toml"
     config.write_text("[admin]\nport = 0\n[shutdown]\ndelay_s = 0.0\n")
-    serve = [sys.executable, "-m", "warmroute.app.main", "serve", "--config", str(config), "--port", "1"]
+    serve = [sys.executable, "-m", "warmroute", "serve", "--config", str(config), "--port", "1"]
     command = shlex.join([*serve, *options])
     moves = " ".join(f"{3 + number}<&{one.fileno()}" for number, one in enumerate(sockets))
     environment = os.environ | {

@@ -65,7 +65,7 @@ async def test_the_request_limit_counts_all_keys_of_a_tenant() -> None:
 async def test_an_impossible_max_tokens_refunds_no_tokens(max_tokens: int) -> None:
     async with engines() as [engine], router(engine, keys=keys(tokens_per_min=1000), routing=PRICE) as r:
         assert (await r.request(post_as("one", chat(LONG[:400], max_tokens=10)))).status == 200
-        limits = r.service.proxy.rate_limits.of("a")
+        limits = r.service.rate_limits.of("a")
         assert limits is not None and limits.tokens is not None
         bucket = limits.tokens
         before = bucket.level(r.service.proxy.now())
@@ -82,7 +82,7 @@ async def test_an_impossible_max_tokens_refunds_no_tokens(max_tokens: int) -> No
 async def test_tokens_are_charged_by_estimate_and_corrected_by_the_reported_usage() -> None:
     async with engines() as [engine], router(engine, keys=keys(tokens_per_min=1000)) as r:
         engine.behave = script(http_response(usage(20, 10)))
-        bucket = r.service.proxy.rate_limits.of("a")
+        bucket = r.service.rate_limits.of("a")
         assert bucket is not None and bucket.tokens is not None
 
         def left() -> float:
@@ -104,7 +104,7 @@ async def test_tokens_are_charged_by_estimate_and_corrected_by_the_reported_usag
 
 async def test_a_request_that_no_node_served_is_refunded() -> None:
     async with engines() as [engine], router(engine, keys=keys(requests_per_min=100, tokens_per_min=10_000)) as r:
-        bucket = r.service.proxy.rate_limits.of("a")
+        bucket = r.service.rate_limits.of("a")
         assert bucket is not None and bucket.tokens is not None and bucket.requests is not None
 
         def left() -> tuple[int, int]:
@@ -133,7 +133,7 @@ async def test_a_client_that_leaves_the_queue_gets_its_tokens_back() -> None:
         first = await r.connect()
         first.write(post_as("one", chat("0" * 8 + LONG, stream=True)))
         await until(lambda: engine.seen)
-        bucket = r.service.proxy.rate_limits.of("a")
+        bucket = r.service.rate_limits.of("a")
         assert bucket is not None and bucket.tokens is not None
         before = bucket.tokens.level(r.service.proxy.now())
         assert before < 95_000

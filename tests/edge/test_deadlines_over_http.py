@@ -69,7 +69,7 @@ async def test_a_request_without_a_response_ends_at_its_deadline(stream: bool) -
         assert time.monotonic() - began_s >= 0.3
         await until(lambda: engine.seen[0].left.is_set() and r.inflight() == 0)
         assert r.service.counters.errors[504, "deadline_exceeded"] == 1
-        assert not r.service.proxy.dispatcher.deadlines.watched
+        assert not r.service.brain.deadlines.watched
         engine.behave = script(http_response())
         peer.write(prompt(1))
         assert (await peer.response()).status == 200, "the client's connection goes on"
@@ -105,7 +105,7 @@ async def test_a_stream_ends_with_an_error_event_at_the_deadline_of_the_whole_re
         assert json.loads(event)["error"]["code"] == "deadline_exceeded"
         assert response.body.count(b"event: error") == 1 and sse_event(50) not in response.body
         assert r.service.counters.interrupted == 1 and r.inflight() == 0
-        assert not r.service.proxy.dispatcher.deadlines.watched
+        assert not r.service.brain.deadlines.watched
 
 
 async def test_a_response_that_is_not_streamed_breaks_off_at_the_deadline() -> None:
@@ -138,7 +138,7 @@ async def test_a_whole_stream_whose_connection_stays_open_is_not_cut() -> None:
         end.set()
         response = await peer.response()
         assert response.complete and b"error" not in response.body
-        await until(lambda: not r.service.proxy.dispatcher.deadlines.watched)
+        await until(lambda: not r.service.brain.deadlines.watched)
 
 
 async def test_the_routes_own_deadline_ends_requests_too() -> None:

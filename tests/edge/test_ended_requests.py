@@ -24,10 +24,8 @@ from support.raw_client import chat, post
 from support.running_router import RunningRouter, router
 from support.scripted_engine import engines
 
-from warmroute.core.calls import Attempts
-from warmroute.edge.exchange import ProxyExchange
-from warmroute.edge.large_body import LargeBodyExchange
-from warmroute.edge.tries import NodeAttempt
+from warmroute.edge.exchange import Exchange, ScanningExchange
+from warmroute.edge.tries import NodeTry
 
 SMALL, LARGE = chat("x"), chat("x" * (1 << 20))
 
@@ -42,7 +40,7 @@ def without_garbage_collection() -> Iterator[None]:
 
 async def until_freed(r: RunningRouter) -> None:
     def left() -> list[str]:
-        kinds = (ProxyExchange, LargeBodyExchange, NodeAttempt, Attempts)
+        kinds = (Exchange, ScanningExchange, NodeTry)
         return [type(thing).__name__ for thing in gc.get_objects() if type(thing) in kinds]
 
     await until(lambda: r.inflight() == 0 and not left(), "everything that the request held is freed")

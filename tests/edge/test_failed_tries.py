@@ -49,7 +49,7 @@ async def decision(r: RunningRouter, request_id: str = "one") -> dict[str, Any]:
 
 
 async def errors_read(r: RunningRouter) -> None:
-    pools = list(r.service.pools._pools.values())
+    pools = list(r.service.pools.by_number.values())
     await until(lambda: not any(pool.reading_errors for pool in pools), "the bodies of errors are read")
 
 
@@ -183,7 +183,7 @@ async def test_the_retry_does_not_wait_for_the_body_of_the_error() -> None:
         retried.set()
         await errors_read(r)
         assert (await decision(r))["failed_tries"][0]["error"]["class"] == "out_of_memory"
-        assert bad.connections - len(r.service.pools._pools[r.node(0)].busy) >= 1, "the connection is used again"
+        assert bad.connections - len(r.service.pools.for_node(r.node(0)).busy) >= 1, "the connection is used again"
 
 
 async def test_bodies_without_an_end_hold_few_connections_and_not_for_long() -> None:
@@ -191,7 +191,7 @@ async def test_bodies_without_an_end_hold_few_connections_and_not_for_long() -> 
         drips: list[Any] = [b"HTTP/1.1 500 X\r\nContent-Length: 9999\r\n\r\n", *[b"x", 0.2] * 1000]
         bad.behave = script(*drips)
         await asyncio.gather(*(send(r, f"r{number}") for number in range(200)))
-        pool = r.service.pools._pools[r.node(0)]
+        pool = r.service.pools.for_node(r.node(0))
         assert len(pool.busy) <= 32
         started_s = asyncio.get_running_loop().time()
         await errors_read(r)
@@ -332,7 +332,7 @@ async def test_explain_lists_failed_requests_and_shows_why_each_node_failed() ->
 
         async def explain(*arguments: str) -> tuple[int, str]:
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "warmroute.app.main", "explain",
+                sys.executable, "-m", "warmroute", "explain",
                 "--admin", f"http://127.0.0.1:{r.service.admin_port}", *arguments,
                 stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
             )  # fmt: skip

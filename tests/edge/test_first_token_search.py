@@ -13,7 +13,7 @@ from support.cpu_limit import cpu_limit
 from support.engine_scripts import chunk
 
 from warmroute._kernel import FIRST_TOKEN_EMPTY_CHUNKS, FIRST_TOKEN_SEARCH_BYTES, FirstTokenSearch
-from warmroute.edge.first_token import FirstTokenDetector
+from warmroute.edge.response import FirstTokenDetector
 
 
 def sse(*events: dict[str, Any] | str) -> bytes:

@@ -15,17 +15,18 @@ from support.running_router import RunningRouter, router
 from support.scripted_engine import engines
 
 from warmroute.core.admission import Admission
-from warmroute.core.calls import Attempts
+from warmroute.core.calls import Calls
 from warmroute.core.fleet import Fleet
 from warmroute.core.router import Router
-from warmroute.edge import exchange
+from warmroute.core.traffic import Traffic
+from warmroute.edge import errors, exchange
 from warmroute.edge.arrival import RequestBuilder
 from warmroute.edge.client_connection import BodyReader, ClientConnection
 from warmroute.edge.connection_pool import ConnectionPool
-from warmroute.edge.exchange import ProxyExchange
+from warmroute.edge.exchange import Exchange
 from warmroute.edge.node_connection import NodeConnection
 from warmroute.edge.proxy import OwnEndpoints, Proxy
-from warmroute.edge.tries import NodeAttempt
+from warmroute.edge.tries import NodeTry
 
 pytestmark = pytest.mark.interpreted
 
@@ -44,15 +45,14 @@ BEFORE_THE_RESPONSE: dict[str, tuple[Any, str]] = {
     "read: the rest": (Proxy, "serve"),
     "lookup: the prompt": (Proxy, "read_prompt"),
     "lookup: the prompt's tokens": (Proxy, "lookup"),
-    "decide: admission": (Admission, "submit"),
+    "decide: admission": (Admission, "place"),
     "decide: the router": (Router, "decide"),
     "dispatch: the ticket": (Router, "dispatch"),
     "dispatch: the pool": (ConnectionPool, "take_idle"),
-    "dispatch: a new connection": (NodeAttempt, "connected"),
+    "dispatch: a new connection": (NodeTry, "connected"),
     "dispatch: the request's bytes": (NodeConnection, "send_request"),
     "relay: the head": (NodeConnection, "_read_head"),
-    "relay: the start": (Attempts, "response_started"),
-    "relay: before the first byte": (exchange, "node_lines"),
+    "relay: the start": (Exchange, "begin_response"),
 }
 
 
@@ -117,16 +117,16 @@ async def test_a_fault_after_the_prompt_was_read_in_a_thread_is_a_500(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with engines() as [engine], router(engine, routing=PRICE) as r:
-        monkeypatch.setattr(Admission, "submit", broken)
+        monkeypatch.setattr(Admission, "place", broken)
         assert (await r.request(post(chat("word " * 300_000)))).error["code"] == "internal_error"
         assert r.service.counters.prompts_in_threads == 1
         assert_logged_once(caplog)
 
 
 FAILING: dict[str, tuple[Any, str]] = {
-    "the failed node": (Attempts, "node_failed"),
+    "the failed node": (Calls, "_give_up"),
     "the next node": (Router, "usable_nodes"),
-    "the error": (Proxy, "to_http_error"),
+    "the error": (errors, "rendered"),
 }
 
 
@@ -158,7 +158,7 @@ async def test_a_fault_while_a_timeout_is_handled_is_a_500(
 ) -> None:
     async with engines() as [engine], router(engine, upstream={"first_byte_timeout_s": 0.2}) as r:
         engine.behave = script(HANG)
-        monkeypatch.setattr(Attempts, "node_failed", broken)
+        monkeypatch.setattr(Exchange, "try_failed", broken)
         assert (await r.request()).error["code"] == "internal_error"
         assert_logged_once(caplog)
 
@@ -167,13 +167,13 @@ async def test_a_fault_when_a_queued_request_is_rejected_is_a_500(monkeypatch: p
     async with engines() as [engine], router(engine) as r:
         r.service.admission.without_node.first_node_wait_s = 0.2
         r.service.fleet.drain("node0")
-        monkeypatch.setattr(Proxy, "to_http_error", broken)
+        monkeypatch.setattr(errors, "rendered", broken)
         assert (await r.request()).error["code"] == "internal_error"
 
 
 AFTER_THE_HEAD: dict[str, tuple[Any, str]] = {
-    "the bytes": (NodeConnection, "_receive_chunks"),
-    "a broken response": (Attempts, "response_broke"),
+    "the bytes": (NodeConnection, "_fail"),
+    "a broken response": (Exchange, "response_broke"),
 }
 
 
@@ -199,8 +199,8 @@ async def test_a_fault_in_the_middle_of_a_stream_ends_it_with_an_error_event(
 
 ENDING: dict[str, tuple[Any, str]] = {
     "the usage": (exchange, "read_usage"),
-    "the accounting": (Attempts, "response_ended"),
-    "the client's connection": (ClientConnection, "_await_request"),
+    "the accounting": (Traffic, "record"),
+    "the client's connection": (ClientConnection, "response_sent"),
 }
 
 
@@ -223,7 +223,7 @@ async def test_a_fault_about_a_client_that_reads_slowly_or_leaves_closes_its_con
 ) -> None:
     async with engines() as [engine], router(engine) as r:
         engine.behave = huge(20_000_000, sized=False)
-        monkeypatch.setattr(ProxyExchange, method, broken)
+        monkeypatch.setattr(Exchange, method, broken)
         peer = await r.connect()
         peer.write(post(chat(stream=True)))
         await peer.head()

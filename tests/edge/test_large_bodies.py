@@ -21,8 +21,7 @@ from test_event_loop_blocking import slowness
 
 from warmroute._kernel import MAX_LOOP_BYTES, BadBody, decode_ms, digest, prefix_digests, scan_body
 from warmroute.edge.client_connection import ClientConnection
-from warmroute.edge.exchange import ProxyExchange
-from warmroute.edge.large_body import LargeBodyExchange
+from warmroute.edge.exchange import Exchange, ScanningExchange
 from warmroute.edge.node_connection import NodeConnection
 
 LOOP_MS = 20.0
@@ -118,8 +117,8 @@ def longest_call(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, float]]:
 
     for kind, name in (
         (ClientConnection, "data_received"),
-        (LargeBodyExchange, "scanned"),
-        (ProxyExchange, "prompt_read"),
+        (ScanningExchange, "scanned"),
+        (Exchange, "prompt_read"),
         (NodeConnection, "send_request"),
     ):
         timed(kind, name)

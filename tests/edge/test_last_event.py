@@ -57,5 +57,5 @@ async def test_a_client_that_leaves_after_the_last_event_has_its_response(
         await until(lambda: r.node(0).outcomes[outcome] == 1)
         assert r.service.counters.disconnects == (0 if complete else 1)
         assert r.service.counters.responses == ({200: 1} if complete else {})
-        [entry] = r.service.journal.latest(1)
-        assert entry.reported == ((9, None, 3) if complete else (None, None, None))
+        [call] = r.service.last_decisions.latest(1)
+        assert call.usage == ((9, None, 3) if complete else None)

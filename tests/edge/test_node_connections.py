@@ -28,10 +28,11 @@ from support.running_router import RunningRouter, router
 from support.scripted_engine import ScriptedEngine, engines
 
 from warmroute.config import Health, NodeConfig, Upstream
+from warmroute.core.messages import LOCAL, REFUSED
 from warmroute.core.node import Node
 from warmroute.edge import connection_pool
 from warmroute.edge.connection_pool import ConnectionPool
-from warmroute.edge.node_connection import PIECE_BYTES, ConnectFailure, NodeConnection, PiecewiseWriter
+from warmroute.edge.node_connection import PIECE_BYTES, NodeConnection, PiecewiseWriter
 from warmroute.edge.timer_wheel import TimerWheel
 
 # Reuse.
@@ -281,13 +282,13 @@ async def test_a_plain_http_node_with_an_https_url_is_not_used() -> None:
 
 class _ConnectHandler:
     def __init__(self) -> None:
-        self.failed: asyncio.Future[tuple[ConnectFailure, str]] = asyncio.get_running_loop().create_future()
+        self.failed: asyncio.Future[tuple[int, str]] = asyncio.get_running_loop().create_future()
 
     def connected(self, connection: NodeConnection) -> bool:
         return False
 
-    def connect_failed(self, failure: ConnectFailure, reason: str) -> None:
-        self.failed.set_result((failure, reason))
+    def connect_failed(self, sign: int, reason: str) -> None:
+        self.failed.set_result((sign, reason))
 
 
 def node_at(url: str) -> Node:
@@ -307,7 +308,7 @@ async def test_a_local_shortage_of_files_is_not_a_failure_of_the_node() -> None:
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         assert "open files" in reason
-        assert failure is ConnectFailure.LOCAL
+        assert failure == LOCAL
 
 
 async def test_an_invalid_host_name_is_a_connect_failure() -> None:
@@ -347,7 +348,7 @@ async def test_a_temporary_dns_failure_does_not_mark_the_node_down() -> None:
         patch.setattr("warmroute.edge.connection_pool.asyncio.get_running_loop", lambda: resolver)
         await pool._connect(handler)  # type: ignore[arg-type]
     failure, _reason = handler.failed.result()
-    assert failure is not ConnectFailure.REFUSED
+    assert failure != REFUSED
 
 
 async def test_a_connection_closed_during_the_tls_handshake_does_not_mark_the_node_down() -> None:
@@ -362,4 +363,4 @@ async def test_a_connection_closed_during_the_tls_handshake_does_not_mark_the_no
     pool.connect(handler)  # type: ignore[arg-type]
     failure, reason = await asyncio.wait_for(handler.failed, 5)
     server.close()
-    assert failure is not ConnectFailure.REFUSED, reason
+    assert failure != REFUSED, reason

@@ -10,13 +10,12 @@ from support.raw_client import chat, post
 from support.running_router import router
 from support.scripted_engine import engines
 
-from warmroute.core.calls import Attempts
 from warmroute.core.decision import Decision
 from warmroute.core.routing_context import Query
-from warmroute.edge.exchange import ProxyExchange
-from warmroute.edge.tries import NodeAttempt
+from warmroute.edge.exchange import Exchange
+from warmroute.edge.tries import NodeTry
 
-OF_A_REQUEST = (ProxyExchange, NodeAttempt, Attempts, Query, Decision)
+OF_A_REQUEST = (Exchange, NodeTry, Query, Decision)
 USAGE = b'"usage": {"prompt_tokens": 900, "completion_tokens": 1}'
 WHOLE = (http_response(b'{"choices": [], %b}' % USAGE),)
 STREAM = (SSE_HEAD, chunk(b'data: {"choices": [{"delta": {"content": "a"}}]}\n\n'), DONE)

@@ -166,5 +166,5 @@ async def test_a_request_through_envoy_keeps_its_rights() -> None:
         reload_with(p, engine, keys=keys)
         answer = await ask()
         assert "authorization" in answer.removed, "a key for the router is not for nodes"
-        [entry] = p.service.journal.latest(1)
-        assert (entry.tenant, entry.priority) == ("a", LOW)
+        [call] = p.service.last_decisions.latest(1)
+        assert (call.request.tenant, call.request.priority) == ("a", LOW)

@@ -18,7 +18,7 @@ from support.scripted_engine import engines
 
 from warmroute.app.service import Service
 from warmroute.config import Config, from_table
-from warmroute.core.last_decisions import Journal
+from warmroute.core.router import Router
 from warmroute.edge.arrival import hash_key
 
 
@@ -220,6 +220,7 @@ async def test_metrics_count_queued_requests() -> None:
         assert "\nwarmroute_queue_guarantee_exceeded_total 0\n" in page
 
 
+@pytest.mark.interpreted
 async def test_an_internal_error_fails_one_request_and_is_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -230,7 +231,7 @@ async def test_an_internal_error_fails_one_request_and_is_logged(
         queued = await send_long_prompt(r, 1)
         await until_queued(r, 1)
         with monkeypatch.context() as broken:
-            broken.setattr(Journal, "begin", fails)
+            broken.setattr(Router, "dispatch", fails)
             gate.release(1)  # ends the first request: admission lets the queued one through, and it fails
             failed = await queued.response()
             assert failed.status == 500 and failed.error["code"] == "internal_error"

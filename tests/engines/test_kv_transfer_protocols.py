@@ -10,14 +10,15 @@ import pytest
 from warmroute._kernel import outline_body
 from warmroute.config import Health, NodeConfig
 from warmroute.core.node import Node
-from warmroute.edge.splittable import may_split
+from warmroute.core.tables import row_of
+from warmroute.edge.tries import may_split
 from warmroute.engines import KV_TRANSFERS
 from warmroute.engines.trtllm import MAX_IDS_BYTES
 from warmroute.prompt.request_body import splice
 
 CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "hi"}]
-NODE = Node(NodeConfig(url="http://[::1]:1", name="p", bootstrap_port=9000), Health())
+NODE = row_of(Node(NodeConfig(url="http://[::1]:1", name="p", bootstrap_port=9000), Health()))
 
 
 def bodies(engine: str, response: Any, **fields: Any) -> tuple[dict[str, Any], dict[str, Any] | None]:

@@ -8,14 +8,9 @@ import json
 from typing import Any
 
 import grpc
-import msgspec
 import pytest
 from support.picker import chat_body, headers_message, picker
 from support.scripted_engine import engines
-
-from warmroute.core.calls import Attempts
-from warmroute.core.decision import Decision
-from warmroute.core.node import Node
 
 KEY = "secret"
 KEYS = [{"sha256": hashlib.sha256(KEY.encode()).hexdigest(), "tenant": "t", "max_priority": "high"}]
@@ -247,7 +242,7 @@ async def test_names_of_nodes_are_resolved() -> None:
 async def test_a_node_whose_name_cannot_be_resolved_is_passed_over() -> None:
     async with engines(2) as nodes, picker(*nodes) as p:
         p.node = p.service.fleet.node("node0")  # type: ignore[attr-defined]
-        p.server.endpoints._by_node.clear()
+        p.server.endpoints._by_number.clear()
         p.server.endpoints._endpoint = lambda node: "" if node.name == "node0" else f"127.0.0.1:{node.port}"  # type: ignore[method-assign]
         for _ in range(4):
             assert (await p.ask()).endpoints == [f"127.0.0.1:{nodes[1].port}"]
@@ -265,20 +260,6 @@ async def test_a_prefill_node_is_an_endpoint_only_where_no_other_is_left(policy:
             p.service.fleet.drain("node1")
             p.service.fleet.drain("node2")
             assert (await p.ask()).endpoints == [f"127.0.0.1:{nodes[0].port}"]
-
-
-async def test_a_fallback_that_became_a_prefill_node_after_the_decision_is_not_named() -> None:
-    async with engines(3) as nodes, picker(*nodes) as p:
-        names, fleet = p.server.named_endpoints, p.service.fleet
-
-        def after_a_reload(decision: Decision, node: Node, attempts: Attempts) -> str:
-            other = next(one for one in fleet if one is not node)
-            config = msgspec.structs.replace(other.config, role="prefill")
-            fleet.update_config(other, config)
-            return names(decision, node, attempts)
-
-        p.server.named_endpoints = after_a_reload  # type: ignore[method-assign]
-        assert len((await p.ask()).endpoints) == 2
 
 
 async def test_a_decode_node_that_cannot_prefill_is_no_fallback() -> None:

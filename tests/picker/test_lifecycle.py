@@ -211,7 +211,7 @@ async def test_the_command_serves_reloads_on_sighup_and_drains_on_sigterm(tmp_pa
 
         write(1)
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "warmroute.app.main", "picker", "--config", str(config),
+            sys.executable, "-m", "warmroute", "picker", "--config", str(config),
             stderr=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.DEVNULL,
         )  # fmt: skip
         lines: list[str] = []

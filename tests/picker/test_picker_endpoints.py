@@ -7,30 +7,43 @@ from typing import Any
 
 import pytest
 
-from warmroute.config import Health, NodeConfig
-from warmroute.core.fleet import Fleet
-from warmroute.core.node import Node
+from warmroute.core.messages import NodeRow, Tables
 from warmroute.edge.envoy.server import Endpoints
 
 
 class CountingEndpoints(Endpoints):
     computed = 0
 
-    def _endpoint(self, node: Node) -> str:
+    def _endpoint(self, node: NodeRow) -> str:
         self.computed += 1
         return super()._endpoint(node)
 
 
-def fleet_of(*urls: str) -> Fleet:
-    fleet = Fleet(Health())
-    for number, url in enumerate(urls):
-        fleet.add(NodeConfig(url=url, name=f"n{number}"))
-    return fleet
+class Nodes:
+    """The tables of an edge, with these nodes."""
+
+    def __init__(self, *addresses: tuple[str, int]) -> None:
+        self._added = 0
+        self.tables = Tables()
+        for number, (host, port) in enumerate(addresses):
+            self.add(f"n{number}", host, port)
+
+    def add(self, name: str, host: str, port: int = 8000) -> NodeRow:
+        self._added += 1
+        row = NodeRow(self._added, name, "http", host, port, "", "vllm", "mixed", 0)
+        self.tables = Tables(nodes={**self.tables.nodes, row.number: row})
+        return row
+
+    def remove(self, name: str) -> None:
+        self.tables = Tables(nodes={number: row for number, row in self.tables.nodes.items() if row.name != name})
+
+    def __call__(self) -> Tables:
+        return self.tables
 
 
 def test_unknown_endpoints_and_subsets_do_not_compute_all_endpoints_anew() -> None:
-    fleet = fleet_of(*(f"http://10.0.{number // 250}.{number % 250 + 1}:8000" for number in range(1_000)))
-    endpoints = CountingEndpoints(fleet)
+    nodes = Nodes(*((f"10.0.{number // 250}.{number % 250 + 1}", 8000) for number in range(1_000)))
+    endpoints = CountingEndpoints(nodes)
     for number in range(100):
         assert endpoints.node_at(f"192.168.0.{number}:1") is None
         assert endpoints.names_at(["10.0.0.1:8000", "10.0.1.1:8000", "10.9.9.9:1"]) == {"n0", "n250"}
@@ -38,9 +51,7 @@ def test_unknown_endpoints_and_subsets_do_not_compute_all_endpoints_anew() -> No
 
 
 def test_an_address_without_a_port_names_all_nodes_there() -> None:
-    endpoints = Endpoints(
-        fleet_of("http://10.0.0.1:8000", "http://10.0.0.1:8001", "http://[fd00::1]:8000", "http://10.0.0.2:8000")
-    )
+    endpoints = Endpoints(Nodes(("10.0.0.1", 8000), ("10.0.0.1", 8001), ("fd00::1", 8000), ("10.0.0.2", 8000)))
     assert endpoints.names_at(["10.0.0.1"]) == {"n0", "n1"}
     assert (
         endpoints.names_at(["10.0.0.1:8001", "fd00::1"])
@@ -51,14 +62,14 @@ def test_an_address_without_a_port_names_all_nodes_there() -> None:
 
 
 def test_a_change_of_the_fleet_counts_at_once() -> None:
-    fleet = fleet_of("http://10.0.0.1:8000", "http://10.0.0.2:8000")
-    endpoints = Endpoints(fleet)
+    nodes = Nodes(("10.0.0.1", 8000), ("10.0.0.2", 8000))
+    endpoints = Endpoints(nodes)
     assert endpoints.names_at(["10.0.0.1:8000", "10.0.0.2:8000", "10.0.0.3:8000"]) == {"n0", "n1"}
-    fleet.remove("n1")
-    moved = fleet.add(NodeConfig(url="http://10.0.0.3:8000", name="n1"))  # as many nodes as before
+    nodes.remove("n1")
+    moved = nodes.add("n1", "10.0.0.3")  # as many nodes as before
     assert endpoints.names_at(["10.0.0.1:8000", "10.0.0.2:8000", "10.0.0.3:8000"]) == {"n0", "n1"}
     assert endpoints.node_at("10.0.0.2:8000") is None and endpoints.node_at("10.0.0.3:8000") is moved
-    fleet.remove("n0")
+    nodes.remove("n0")
     assert endpoints.names_at(["10.0.0.1:8000"]) == frozenset() and endpoints.node_at("10.0.0.1:8000") is None
 
 
@@ -72,7 +83,7 @@ class Resolver:
 
 
 async def test_a_name_with_a_new_address_counts_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    endpoints, resolver = Endpoints(fleet_of("http://node.test:8000")), Resolver()
+    endpoints, resolver = Endpoints(Nodes(("node.test", 8000))), Resolver()
     assert endpoints.names_at(["10.0.0.1:8000"]) == frozenset()
     for resolver.address in ("10.0.0.1", "10.0.0.2"):
         with monkeypatch.context() as patched:

@@ -13,8 +13,10 @@ from support.picker import FakeEnvoy, RunningPicker, chat_body, headers_message,
 from support.polling import until
 from support.scripted_engine import engines
 
+from warmroute.app.journal import describe
 from warmroute.core.health import HealthState, counts_of
 from warmroute.core.messages import Outcome
+from warmroute.core.node import Node
 from warmroute.core.tickets import Dispatch
 from warmroute.edge.envoy import ext_proc
 
@@ -38,6 +40,13 @@ async def _sent(p: RunningPicker, mode: str = "buffered", responses: str = "stre
     return envoy, answer.endpoints
 
 
+def _node_at(p: RunningPicker, endpoint: str) -> Node:
+    row = p.server.endpoints.node_at(endpoint)
+    node = p.service.fleet.numbered(row.number) if row is not None else None
+    assert node is not None
+    return node
+
+
 def _outcomes(p: RunningPicker) -> dict[str, dict[Outcome, int]]:
     return {
         node.name: {outcome: node.outcomes[outcome] for outcome in Outcome if node.outcomes[outcome]}
@@ -49,8 +58,9 @@ def _outcomes(p: RunningPicker) -> dict[str, dict[Outcome, int]]:
 async def test_the_first_token_is_found_by_content_and_the_usage_is_read(responses: str) -> None:
     async with engines(1) as nodes, picker(*nodes, routing=PRICE) as p:
         envoy, _endpoints = await _sent(p, responses=responses)
-        [stream] = p.server.connections
-        ticket = stream._exchange.attempts.ticket  # type: ignore[union-attr]
+        [call] = p.service.brain.open.values()
+        assert call.main is not None
+        ticket = call.main.ticket
         assert isinstance(ticket, Dispatch)
         await envoy.respond(ROLE, end=False)
         assert not ticket.first_token_s
@@ -58,8 +68,8 @@ async def test_the_first_token_is_found_by_content_and_the_usage_is_read(respons
         assert ticket.first_token_s
         await envoy.finish()
         assert _outcomes(p) == {"node0": {Outcome.OK: 1}}
-        [entry] = p.service.journal.latest(1)
-        assert entry.reported == (1150, 1024, 3)
+        [call] = p.service.last_decisions.latest(1)
+        assert call.usage == (1150, 1024, 3)
 
 
 async def test_the_journal_and_explain_work_as_with_the_proxy() -> None:
@@ -71,8 +81,8 @@ async def test_the_journal_and_explain_work_as_with_the_proxy() -> None:
         writer.write(b"GET /admin/decisions HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n")
         answer = await reader.read()
         writer.close()
-        [entry] = p.service.journal.latest(1)
-        decision = p.service.journal.describe(entry)
+        [call] = p.service.last_decisions.latest(1)
+        decision = describe(call, 0.0)
         assert f"127.0.0.1:{p.service.fleet.node(decision['node']).port}" == endpoints[0]
         assert decision["outcome"] == "ok" and decision["request_id"].encode() in answer
 
@@ -80,8 +90,8 @@ async def test_the_journal_and_explain_work_as_with_the_proxy() -> None:
 async def test_the_ticket_moves_to_the_fallback_that_served() -> None:
     async with engines(3) as nodes, picker(*nodes, routing=PRICE) as p:
         envoy, endpoints = await _sent(p)
-        first, second = (p.server.endpoints.node_at(one) for one in endpoints[:2])
-        assert first is not None and second is not None and first.inflight == 1
+        first, second = (_node_at(p, one) for one in endpoints[:2])
+        assert first.inflight == 1
         await envoy.respond(TOKEN, served=endpoints[1], end=False)
         assert (first.inflight, second.inflight) == (0, 1)
         assert first.outcomes[Outcome.FAILED] == 1 and p.service.counters.retries == 1
@@ -93,8 +103,7 @@ async def test_the_ticket_moves_to_the_fallback_that_served() -> None:
 async def test_upstream_address_names_the_node_where_the_policy_does_not() -> None:
     async with engines(2) as nodes, picker(*nodes) as p:
         envoy, endpoints = await _sent(p)
-        second = p.server.endpoints.node_at(endpoints[1])
-        assert second is not None
+        second = _node_at(p, endpoints[1])
         head = headers_message("response_headers", {":status": "200", "x-envoy-upstream-service-time": "1"}, end=True)
         head.attributes["envoy.filters.http.ext_proc"]["upstream.address"] = endpoints[1]
         await envoy.call.write(head)
@@ -117,7 +126,11 @@ async def test_an_error_counts_for_the_node_that_sent_it(status: int, from_node:
         await envoy.respond(b"{}", status=status, from_node=from_node, content_type="application/json")
         await envoy.finish()
         assert _outcomes(p) == {"node0": {outcome: 1}}
-        assert p.service.counters.responses == {status: 1}
+        counters = p.service.counters
+        if outcome is Outcome.REJECTED:
+            assert counters.responses == {status: 1} and not counters.errors
+        else:  # as if the proxy had answered
+            assert not counters.responses and [code for code, _ in counters.errors] == [status]
 
 
 async def test_an_unknown_served_endpoint_changes_nothing() -> None:
@@ -193,7 +206,7 @@ async def test_a_client_that_leaves_after_the_last_event_has_its_response() -> N
             await p.until_idle()
             assert (p.service.counters.responses[200], p.service.counters.disconnects) == (1, number - 1)
         assert _outcomes(p) == {"node0": {Outcome.OK: 1, Outcome.CANCELLED: 1}}
-        assert [entry.reported[1] for entry in p.service.journal.latest(2)] == [None, 1024]
+        assert [call.usage and call.usage[1] for call in p.service.last_decisions.latest(2)] == [None, 1024]
 
 
 async def test_a_queued_request_leaves_the_queue_with_its_client() -> None:
@@ -288,8 +301,8 @@ async def test_the_body_of_an_error_is_read_where_envoy_shows_it() -> None:
             envoy, _endpoints = await _sent(p, responses=responses)
             await envoy.respond(body[:20], body[20:], status=status, content_type="application/json")
             await envoy.finish()
-            [entry] = p.service.journal.latest(1)
-            [failed] = p.service.journal.describe(entry)["failed_tries"]
+            [call] = p.service.last_decisions.latest(1)
+            [failed] = describe(call, 0.0)["failed_tries"]
             assert failed["status"] == status
             assert failed["error"] == {
                 "class": kind, "type": "InternalServerError", "code": "500", "length": len(body)
@@ -303,8 +316,6 @@ async def test_poison_requests_open_no_breaker() -> None:
             envoy, endpoints = await _sent(p)
             await envoy.respond(TOKEN, usage(0), served=endpoints[one])
             await envoy.finish()
-            node = p.server.endpoints.node_at(endpoints[one])
-            assert node is not None
         for node in p.service.fleet:
             node.last_served_s = p.service.proxy.now()
         failed_before = {node.name: counts_of(node).failed for node in p.service.fleet}
@@ -312,8 +323,8 @@ async def test_poison_requests_open_no_breaker() -> None:
             envoy, endpoints = await _sent(p)
             await envoy.respond(b"{}", status=500, served=endpoints[1], content_type="application/json")
             await envoy.finish()
-            [entry] = p.service.journal.latest(1)
-            assert p.service.journal.describe(entry)["poison"] is True
+            [call] = p.service.last_decisions.latest(1)
+            assert describe(call, 0.0)["poison"] is True
         assert {node.name: counts_of(node).failed for node in p.service.fleet} == failed_before
         assert all(node.health.state is HealthState.UP for node in p.service.fleet)
 
@@ -326,7 +337,7 @@ async def test_a_node_whose_fallbacks_serve_goes_down() -> None:
         threshold = bad.health.config.consecutive_failures
         while bad.outcomes[Outcome.FAILED] < threshold:
             envoy, endpoints = await _sent(p)
-            if p.server.endpoints.node_at(endpoints[0]) is bad:
+            if _node_at(p, endpoints[0]) is bad:
                 await envoy.respond(TOKEN, usage(0), served=endpoints[1])
             else:
                 await envoy.respond(TOKEN, usage(0))

@@ -25,7 +25,9 @@ from support.raw_client import RawConnection, post
 from support.running_router import RunningRouter, router
 from support.scripted_engine import ReceivedRequest, ScriptedEngine, engines
 
+from warmroute.app.journal import describe
 from warmroute.app.service import Service
+from warmroute.core.messages import QUEUE, Due
 
 NODES = 3
 QUIET: dict[str, Any] = {
@@ -129,7 +131,7 @@ async def play(side: Side, clock: Clock, requests: list[Request]) -> list[dict[s
     heapq.heapify(events)
     while events:
         clock.now_s, number, what = heapq.heappop(events)
-        service.admission.tick(list(service.fleet), clock.now_s)  # what happens every few ms happens now on both sides
+        service.proxy.tell(Due(QUEUE), clock.now_s)  # what happens every few ms happens now on both sides
         service.cache_view.tidy(clock.now_s)
         request = requests[number]
         if what == "arrives":
@@ -143,9 +145,8 @@ async def play(side: Side, clock: Clock, requests: list[Request]) -> list[dict[s
             await side.first_token(request)
         else:
             await side.end(request)
-    journal = service.journal
-    entries = [journal.find(b"request-%d" % one.number) for one in requests]
-    described = [journal.describe(entry) for entry in entries if entry is not None]
+    calls = [service.last_decisions.find(b"request-%d" % one.number) for one in requests]
+    described = [describe(call, 0.0) for call in calls if call is not None]
     assert len(described) == len(requests)
     for one in described:
         del one["time"]

@@ -14,21 +14,11 @@ from prompt_examples import CHAT, SYSTEM, Examples
 
 from warmroute.app.prompt_doctor import MAX_BYTES, PromptDoctor
 from warmroute.app.prompt_doctor import samples as prompt_samples
-from warmroute.app.prompt_doctor.samples import MAX_PENDING, MAX_RECENT, SAMPLE_S, PromptSamples
-from warmroute.core.calls import Attempts, SampledPrompt
+from warmroute.app.prompt_doctor.samples import MAX_PENDING, MAX_RECENT, SAMPLE_S, PromptSample, PromptSamples
 from warmroute.core.messages import RoutingRequest
 from warmroute.core.prefill_work import work
 
 MS = 0.2
-
-
-class FakeAttempts:
-    """As much of a request's Attempts as a sample uses."""
-
-    def __init__(self, request: RoutingRequest) -> None:
-        self.request = request
-        self.lookup = None
-        self.sample: SampledPrompt | None = None
 
 
 class Traffic:
@@ -42,25 +32,21 @@ class Traffic:
         self.doctor = PromptDoctor(lambda _key: self.requests, lambda _route: self.looks_up_caches, lambda: self.now_s)
         self.doctor.samples = PromptSamples(lambda: 0.5)
 
-    def offer(self, body: bytes, tenant: str = "", route: str = "r", path: bytes = CHAT) -> FakeAttempts:
-        attempts = FakeAttempts(RoutingRequest("m", tenant=tenant, route=route, arrived_s=self.now_s))
-        self.doctor.samples.offer(_cast(attempts), path, body)
+    def offer(self, body: bytes, tenant: str = "", route: str = "r", path: bytes = CHAT) -> PromptSample | None:
+        request = RoutingRequest("m", tenant=tenant, route=route, arrived_s=self.now_s)
+        sample = self.doctor.samples.offer(request, path, body)
         self.now_s += SAMPLE_S
-        return attempts
+        return sample
 
     def send(self, body: bytes, tokens: int = 1000, cached: int | None = 0, **more: Any) -> None:
-        attempts = self.offer(body, **more)
+        sample = self.offer(body, **more)
         self.requests += 1
-        if attempts.sample is not None:
-            attempts.sample.completed(_cast(attempts), ("m", more.get("route", "r")), tokens, cached, MS, self.step_ms)
+        if sample is not None:
+            sample.completed(("m", more.get("route", "r")), b"", tokens, cached, MS, self.step_ms)
 
     def examine(self) -> None:
         counts = {("m", "r"): self.requests}
         self.doctor.reports, _cpu_s = self.doctor.compare(self.doctor.samples.take(self.now_s), counts, self.now_s)
-
-
-def _cast(attempts: FakeAttempts) -> Attempts:
-    return attempts  # type: ignore[return-value]
 
 
 def test_a_finding_states_position_share_and_cost() -> None:
@@ -219,7 +205,7 @@ def test_a_route_has_one_sample_a_second_of_all_its_requests() -> None:
     traffic.now_s += SAMPLE_S
     [(_key, sample)] = traffic.doctor.samples.take(traffic.now_s)
     assert sample.weight == 3 and sample.arrived_s == pytest.approx(1000.1)
-    assert traffic.offer(body, route="another").sample is not None
+    assert traffic.offer(body, route="another") is not None
 
 
 def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,9 +215,9 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     waiting = [traffic.offer(body) for _ in range(20)]
     samples = traffic.doctor.samples
     assert samples._pending_bytes <= 1 << 20
-    for attempts in waiting:  # those that were dropped are not completed
-        assert attempts.sample is not None
-        attempts.sample.completed(_cast(attempts), ("m", "r"), 9, 0, MS, 0.0)
+    for sample in waiting:  # those that were dropped are not completed
+        assert sample is not None
+        sample.completed(("m", "r"), b"", 9, 0, MS, 0.0)
     assert len(samples.take(traffic.now_s)) == 5 and samples._pending_bytes == 0
     for number in range(2 * MAX_PENDING):
         traffic.offer(b"{}", route=f"route {number % 7}")
@@ -240,6 +226,16 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         traffic.now_s -= SAMPLE_S
         traffic.offer(b"{}", route=f"invented {number}")
     assert len(samples._draws) <= prompt_samples.MAX_ROUTES
+
+
+def test_a_request_that_fails_leaves_no_sample() -> None:
+    traffic = Traffic()
+    sample = traffic.offer(b"{}")
+    assert sample is not None
+    sample.drop()
+    sample.completed(("m", "r"), b"", 9, 0, MS, 0.0)
+    assert not sample.body and not traffic.doctor.samples._pending
+    assert not traffic.doctor.samples.take(traffic.now_s)
 
 
 def test_long_prompts_do_not_take_more_memory_than_allowed() -> None:

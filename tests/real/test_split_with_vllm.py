@@ -298,7 +298,7 @@ def test_a_prefill_engine_that_died_after_the_prefill(split_engines: list[RealEn
             alone_router(mixed) as alone,
         ):
             assert text(await ask(r, post(chat(80 + stream))))
-            r.service.proxy.kv_transfer = lambda prefill_node: KillingTransfer()  # type: ignore[method-assign]
+            r.service.proxy.kv_transfer = lambda engine: KillingTransfer()  # type: ignore[method-assign]
             request = post(chat(70 + stream, 200, stream=stream))
             assert text(await ask(r, request)) == text(await ask(alone, request))
             assert r.service.counters.split_requests == {"transferred": 1, "transfer_failed": 1}
@@ -326,10 +326,10 @@ def test_kill_9_of_the_decode_engine(split_engines: list[RealEngine], stream: bo
         async with split_router(prefill, decode, mixed) as r, alone_router(mixed) as alone:
             await r.admin("POST", "/admin/nodes/node2/drain")
             assert text(await ask(r, post(chat(90 + stream)))), "the engines know each other"
-            r.service.proxy.kv_transfer = lambda prefill_node: FreezingTransfer()  # type: ignore[method-assign]
+            r.service.proxy.kv_transfer = lambda engine: FreezingTransfer()  # type: ignore[method-assign]
             request = post(chat(92 + stream, 200, stream=stream))
             asking = asyncio.ensure_future(ask(r, request))
-            splits = r.service.proxy.dispatcher.splits
+            splits = r.service.brain.calls.splits
             await until(lambda: any(a.split and a.split.decode_sent for a in splits), patience_s=PATIENCE_S)
             await r.admin("POST", "/admin/nodes/node2/undrain")
             assert not asking.done() and r.node(1).inflight == 1
@@ -385,7 +385,7 @@ def test_a_client_that_leaves_frees_both_engines(split_engines: list[RealEngine]
                 os.killpg(group, signal.SIGSTOP)
             peer = await r.connect()
             peer.write(post(chat(131, 100, stream=True, max_tokens=600, ignore_eos=True)))
-            splits = r.service.proxy.dispatcher.splits
+            splits = r.service.brain.calls.splits
             if frozen:
                 wanted = frozen == "decode"
                 await until(

@@ -44,7 +44,7 @@ def assert_all_requests_ended(world: World) -> None:
     assert results.ended == results.total("arrived")
     for sim in (*world.nodes.values(), *world.departed):
         assert sim.inflight == 0
-        assert not sim.flights
+        assert not sim.tries
         assert sim.node.outcomes[0] >= 0
         if sim.node.name in world.nodes and sim.state.value == "serving":
             check_engine(sim.engine)

@@ -12,7 +12,7 @@ from fairness import FairnessWorld, run_flood, run_priorities
 from small_worlds import NEAR, assert_all_requests_ended, prompt, specs
 
 from warmroute.config import Admission, from_table
-from warmroute.lab.request_flow import Flight
+from warmroute.lab.request_flow import SimulatedExchange
 from warmroute.lab.workloads import poisson
 from warmroute.lab.workloads.generators import SharedSystemPrompts
 from warmroute.lab.workloads.workload_prompt import WorkloadPrompt
@@ -54,10 +54,10 @@ def test_a_tenant_below_its_share_hardly_waits_while_another_floods() -> None:
 
     request_ended = world.request_ended
 
-    def record_wait(flight: Flight, answered: bool) -> None:
-        request_ended(flight, answered)
-        if flight.first_ms is not None:
-            waits[flight.request.tenant].append(flight.first_ms - flight.arrived_ms)
+    def record_wait(exchange: SimulatedExchange, answered: bool) -> None:
+        request_ended(exchange, answered)
+        if exchange.first_ms is not None:
+            waits[exchange.request.tenant].append(exchange.first_ms - exchange.arrived_ms)
 
     world.request_ended = record_wait  # type: ignore[method-assign]
     world.run(prompts(), limit=600)
@@ -74,9 +74,9 @@ def test_a_tenant_with_200_clients_does_not_keep_one_with_2_out_of_a_full_queue(
     def send(tenant: str) -> None:
         world.arrive(prompt(next(numbers), tokens=3000, tenant=tenant))
 
-    def send_next(flight: Flight, answered: bool) -> None:
-        request_ended(flight, answered)
-        tenant = flight.request.tenant
+    def send_next(exchange: SimulatedExchange, answered: bool) -> None:
+        request_ended(exchange, answered)
+        tenant = exchange.request.tenant
         answered_by[tenant][answered] += 1
         world.calendar.after(10.0 if answered else 1000.0, send, tenant)
 
@@ -96,9 +96,9 @@ def test_no_admitted_request_starves() -> None:
     last: dict[str, float] = {}
     request_ended = world.request_ended
 
-    def record_end(flight: Flight, answered: bool) -> None:
-        request_ended(flight, answered)
-        last[flight.prompt.priority] = world.calendar.now_ms
+    def record_end(exchange: SimulatedExchange, answered: bool) -> None:
+        request_ended(exchange, answered)
+        last[exchange.prompt.priority] = world.calendar.now_ms
 
     world.request_ended = record_end  # type: ignore[method-assign]
     requests = [prompt("low", number, tokens=400, at_ms=0.0, priority="low", tenant="l") for number in range(5)] + [

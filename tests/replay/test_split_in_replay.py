@@ -40,7 +40,7 @@ def run_world(one: Setup) -> World:
     for sim in world.nodes.values():
         assert sim.inflight == 0 and sim.node.transfer_tokens == pytest.approx(0.0, abs=1e-6)
         assert sim.node.context_tokens == sim.node.kv_new == 0
-    assert not world.requests.dispatcher.splits and not world.requests.dispatcher.waiting
+    assert not world.requests.brain.open
     return world
 
 

@@ -13,7 +13,7 @@ from small_worlds import NEAR, assert_all_requests_ended, prompt, specs
 
 from warmroute.app.main import main as warmroute
 from warmroute.lab.engine.timing import profile
-from warmroute.lab.request_flow import Flight
+from warmroute.lab.request_flow import SimulatedExchange
 from warmroute.lab.workloads.workload_prompt import WorkloadPrompt
 from warmroute.lab.world import World
 
@@ -54,10 +54,10 @@ def test_the_time_to_first_token_says_nothing_of_another_tenants_prompts() -> No
     world, hits = world_of(2), 0
     request_ended = world.request_ended
 
-    def count_hits(flight: Flight, answered: bool) -> None:
+    def count_hits(exchange: SimulatedExchange, answered: bool) -> None:
         nonlocal hits
-        request_ended(flight, answered)
-        hits += bool(flight.cached_tokens) and flight.request.tenant == "tenant-1"
+        request_ended(exchange, answered)
+        hits += bool(exchange.cached_tokens) and exchange.request.tenant == "tenant-1"
 
     world.request_ended = count_hits  # type: ignore[method-assign]
     world.run(equal_prompts())

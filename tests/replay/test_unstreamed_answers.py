@@ -14,7 +14,7 @@ from small_worlds import NEAR, assert_all_requests_ended, prompt, specs
 from warmroute.config import Config
 from warmroute.core.speeds import NodeSpeed
 from warmroute.lab.engine.timing import Profile, profile
-from warmroute.lab.request_flow import Flight
+from warmroute.lab.request_flow import SimulatedExchange
 from warmroute.lab.simulated_node import Conditions, SimulatedNode
 from warmroute.lab.world import World
 
@@ -36,12 +36,12 @@ class TwoTenants:
         def send(tenant: str) -> None:
             world.arrive(prompt(next(numbers), tokens=tokens, output=output, tenant=tenant))
 
-        def send_next(flight: Flight, answered: bool) -> None:
-            request_ended(flight, answered)
+        def send_next(exchange: SimulatedExchange, answered: bool) -> None:
+            request_ended(exchange, answered)
             assert answered
-            if flight.request.tenant == "few" and world.calendar.now_ms > 20_000.0:
-                self.took_s.append((world.calendar.now_ms - flight.arrived_ms) / 1000.0)
-            world.calendar.after(10.0, send, flight.request.tenant)
+            if exchange.request.tenant == "few" and world.calendar.now_ms > 20_000.0:
+                self.took_s.append((world.calendar.now_ms - exchange.arrived_ms) / 1000.0)
+            world.calendar.after(10.0, send, exchange.request.tenant)
 
         def look() -> None:
             if world.calendar.now_ms > 20_000.0:

@@ -6,8 +6,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from attempt_harness import AttemptHarness
-from routing_harness import MODEL, FakeRequest, RoutingHarness, prompt
+from routing_harness import MODEL, RoutingHarness, prompt
 
 from warmroute.config import Pricing, Routing
 from warmroute.core.decision import Decision
@@ -116,10 +115,9 @@ def test_a_queued_request_is_decided_again_among_windows_that_hold_it() -> None:
     harness = mixed(2048, 32_000)
     small, long = harness.nodes
     running = harness.busy(long, 40_000)
-    queued = FakeRequest(harness, prompt(4500), input_tokens=4500, input_exact=True)
-    queued.submit()
+    queued = harness.submit(prompt(4500), input_tokens=4500, input_exact=True)
     assert queued.queued and queued.request.input_tokens == 4500
-    harness.admission.node_freed(small, harness.now_s)
+    harness.freed(small)
     harness.tick()
     assert queued.queued, "the short window is idle, but cannot hold it"
     harness.free(running)
@@ -140,14 +138,11 @@ def test_other_islands_do_not_change_what_fits() -> None:
 
 
 def test_a_retry_goes_to_a_node_whose_window_holds_the_request() -> None:
-    harness = AttemptHarness(4)
-    for number, window in enumerate((2048, 32_000, 2048, 32_000)):
-        set_window(harness, harness.nodes[number], window)
-    attempts, driver = harness.start(input_tokens=4500, input_exact=True)
-    for _ in range(3):
-        if not attempts.done:
-            attempts.response_started(500, None, harness.now_s)
-    assert sorted(driver.sent) == ["n1", "n3"], "and no other node after them"
+    harness = mixed(2048, 32_000, 2048, 32_000)
+    request = harness.submit(1000, input_tokens=4500, input_exact=True)
+    request.fail()
+    request.fail()
+    assert sorted(request.sent) == ["n1", "n3"] and request.why == "upstream_failed", "and no other node after them"
 
 
 # Keeping long windows free.
@@ -177,8 +172,7 @@ def test_short_requests_still_use_long_windows_under_load() -> None:
     harness = mixed(2048, 32_000, 2048)
     sent: Counter[str] = Counter()
     for _ in range(12):
-        request = FakeRequest(harness, prompt(1500), input_tokens=1500, input_exact=True, max_output_tokens=20)
-        request.submit()
+        request = harness.submit(prompt(1500), input_tokens=1500, input_exact=True, max_output_tokens=20)
         if not request.queued:
             sent[request.node.name] += 1
     assert sent["n1"] >= 2

@@ -6,7 +6,7 @@ from array import array
 from typing import Any
 
 import pytest
-from routing_harness import MODEL, FakeRequest, RoutingHarness, prompt
+from routing_harness import MODEL, RoutingHarness, prompt
 
 from warmroute.core.messages import Lookup, Outcome
 from warmroute.core.node import Node
@@ -35,10 +35,10 @@ def cache_of(harness: RoutingHarness, node: Node) -> NodeCache:
 
 
 def send(harness: RoutingHarness, lookup: Lookup, **fields: Any) -> Dispatch:
-    request = FakeRequest(harness, lookup, **fields)
-    request.submit()
-    assert isinstance(request.ticket, Dispatch)
-    return request.ticket
+    decision = harness.decide(lookup, **fields)
+    ticket = harness.router.dispatch(decision, decision.node, harness.now_s)
+    assert isinstance(ticket, Dispatch)
+    return ticket
 
 
 def end(harness: RoutingHarness, ticket: Dispatch, usage: tuple[int, int, int]) -> None:
@@ -144,3 +144,14 @@ def test_several_prompts_teach_the_output_of_one_and_no_wrong_prefill_speed() ->
         end(harness, ticket, (32_000, 0, 16 * 50))
     assert harness.router.output_lengths.expected(MODEL, "") == 50.0
     assert node.speed.ms_per_token > 0.5 * before
+
+
+def test_the_expected_time_to_first_token_includes_the_work_ahead() -> None:
+    harness = RoutingHarness(1)
+    [node] = harness.nodes
+    speed = node.speed.ms_per_token
+    first = harness.busy(node, 4000).expected_ttft_ms
+    second = harness.busy(node, 4000).expected_ttft_ms
+    assert first >= 4000 * speed and second >= 2 * first * 0.99
+    node.queue_ms = 5000.0
+    assert harness.busy(node, 4000).expected_ttft_ms >= 5000.0 + 4000 * speed

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from routing_harness import MODEL, FakeRequest, RoutingHarness, explained, prompt
+from routing_harness import MODEL, RoutingHarness, explained, prompt
 
 from warmroute.config import Admission as AdmissionConfig
 from warmroute.config import Health, Index, NodeConfig, Pricing, Routing
@@ -213,8 +213,7 @@ def test_nodes_over_the_queue_threshold(count: int) -> None:
     harness = RoutingHarness(count, admission=AdmissionConfig(queue_threshold=4))
     harness.warm(harness.nodes[0], prompt(8192, 1))
     harness.nodes[0].update_load(1, 6, 0.1, harness.now_s)
-    request = FakeRequest(harness, prompt(8210, 1))
-    request.submit()
+    request = harness.submit(prompt(8210, 1))
     sentence = explained(request.decision)
     assert request.node is not harness.nodes[0]
     assert sentence.startswith(f"{request.node.name}: nothing cached, 8,210 tokens to prefill; other nodes are over ")

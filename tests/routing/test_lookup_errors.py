@@ -5,11 +5,10 @@ from __future__ import annotations
 import logging
 
 import pytest
-from routing_harness import MODEL, FakeRequest, RoutingHarness, prompt
+from routing_harness import MODEL, RoutingHarness, prompt
 
 from warmroute.config import Pricing, RouteConfig, Routing
 from warmroute.core.cache_view import CacheView
-from warmroute.core.messages import Outcome
 from warmroute.core.tickets import Dispatch
 
 
@@ -32,9 +31,8 @@ def test_a_prompt_that_cannot_be_looked_up_is_routed_by_load(policy: str, caplog
         harness.cache_view.hits(MODEL, lookup, 0.0)
     with caplog.at_level(logging.ERROR):
         for number in range(6):
-            request = FakeRequest(harness, prompt(80_000))
-            request.submit()
-            assert request.events == ["admitted"] and not isinstance(request.ticket, Dispatch), number
+            request = harness.submit(prompt(80_000))
+            assert request.admitted and not isinstance(request.ticket, Dispatch), number
     assert {node.inflight for node in harness.nodes} == {2}, "load decides"
     assert harness.cache_view.lookup_errors >= 6
     assert len([record for record in caplog.records if "lookup_failed" in record.message]) <= 2, "logged once"
@@ -49,21 +47,20 @@ def test_an_error_while_the_prompt_is_recorded_costs_only_its_prediction(monkeyp
 
     monkeypatch.setattr(CacheView, "record_routed", fail)
     request = harness.submit(1000)
-    assert request.events == ["admitted"] and harness.cache_view.lookup_errors == 1
-    harness.close(request.ticket, Outcome.OK)
+    assert request.admitted and harness.cache_view.lookup_errors == 1
+    request.answer()
     harness.assert_all_counters_are_zero()
 
 
 def test_a_queued_request_is_decided_again_by_load() -> None:
     harness = RoutingHarness(1)
     running = harness.busy(harness.nodes[0], 90_000)
-    queued = FakeRequest(harness, prompt(80_000))
-    queued.submit()
+    queued = harness.submit(prompt(80_000))
     assert queued.queued
     break_index(harness)
     harness.advance(1.0)  # its hits are looked up again
     harness.free(running)
-    assert queued.events == ["admitted"]
+    assert queued.admitted
 
 
 @pytest.mark.parametrize("routes", [(), (RouteConfig(name="r"),)])
@@ -73,6 +70,5 @@ def test_islands_survive_an_error_too(routes: tuple[RouteConfig, ...]) -> None:
     harness.router.reconfigure(Routing(policy="price", seed=3), Pricing(), routes)
     break_index(harness)
     for _ in range(4):
-        request = FakeRequest(harness, prompt(80_000))
-        request.submit()
-        assert request.events == ["admitted"]
+        request = harness.submit(prompt(80_000))
+        assert request.admitted

@@ -8,17 +8,14 @@ from typing import Any
 
 import msgspec
 import pytest
-from attempt_harness import AttemptHarness
 from routing_harness import FakeRequest, RoutingHarness, explained, prompt
 from split_harness import SplitHarness
 
 from warmroute.config import Admission as AdmissionConfig
 from warmroute.config import Hedging, Routing
 from warmroute.config.routing import HIGH, LOW, NORMAL
-from warmroute.core.held_requests import send_or_shed
-from warmroute.core.messages import Outcome
+from warmroute.core.messages import CLOSED, AnswerNow
 from warmroute.core.node import Node
-from warmroute.core.rejections import AllNodesBusy, AllNodesFailed, NodesFull, WouldQueue
 from warmroute.lab.engine.timing import profile
 from warmroute.lab.replay_setup import parse_policy
 from warmroute.lab.run import Setup, build_world
@@ -93,9 +90,8 @@ def test_a_request_that_may_not_wait_at_the_router_gets_429(policy: Any) -> None
     harness.router.reconfigure(Routing(policy=policy, seed=3), harness.router._pricing)
     admitted = [harness.submit(tokens=20) for _ in range(3)]
     assert sorted(node.inflight for node in harness.nodes) == [1, 2]
-    with pytest.raises(NodesFull) as rejected:
-        harness.submit(tokens=20)
-    assert rejected.value.reason == "max_inflight" and rejected.value.retry_after_s >= 1
+    rejected = harness.submit(tokens=20)
+    assert rejected.why == "max_inflight" and rejected.retry_after_s >= 1
     admitted[0].finish()
     assert not harness.submit(tokens=20).queued
 
@@ -103,32 +99,31 @@ def test_a_request_that_may_not_wait_at_the_router_gets_429(policy: Any) -> None
 def test_a_client_that_does_not_queue_gets_429() -> None:
     harness = limited(1, 1)
     harness.submit(tokens=20)
-    with pytest.raises(WouldQueue):
-        harness.submit(tokens=20, may_queue=False)
+    assert harness.submit(tokens=20, may_queue=False).why == "would_queue"
 
 
 def test_a_failed_request_goes_to_no_full_node() -> None:
-    harness = AttemptHarness(2)
+    harness = RoutingHarness(2)
     first, second = harness.nodes
-    attempts, driver = harness.start(20)
-    other = second if attempts.ticket.node is first else first
+    request = harness.submit(20)
+    other = second if request.node is first else first
     limit(other, 1)
     harness.busy(other, tokens=20)
-    attempts.node_failed(Outcome.FAILED, "connection refused", harness.now_s)
-    assert len(driver.sent) == 1 and isinstance(driver.error, AllNodesBusy) and other.inflight == 1
+    request.fail(CLOSED)
+    assert len(request.sent) == 1 and request.why == "nodes_busy" and other.inflight == 1
 
 
 def test_a_hedge_goes_to_no_full_node() -> None:
-    harness = AttemptHarness(2, hedging=Hedging(max_ratio=1.0, min_delay_s=1.0))
-    attempts, driver = harness.start(20)
+    harness = RoutingHarness(2, hedging=Hedging(max_ratio=1.0, min_delay_s=1.0))
+    request = harness.submit(20)
     for node in harness.nodes:
-        if node is not attempts.ticket.node:
+        if node is not request.node:
             limit(node, 1)
             harness.busy(node, tokens=20)
     for _ in range(50):
         harness.advance(1.0)
-        harness.dispatcher.tick(harness.now_s)
-    assert not driver.events and attempts.hedge is None
+        harness.look()
+    assert not request.events and request.call.hedge is None
 
 
 def test_a_lower_limit_counts_at_once_and_stops_nobody() -> None:
@@ -199,39 +194,34 @@ def test_no_node_ever_has_more_requests_whatever_fails(policy: str, fleet: str, 
 
 
 def test_requests_that_envoy_cannot_hold_longer_respect_the_limit() -> None:
-    harness = AttemptHarness(2)
-    for node in harness.nodes:
-        limit(node, 1)
-    started = [harness.start() for _ in range(4)]
-    for attempts, _ in started[2:]:
-        send_or_shed(harness.admission, harness.router, attempts, harness.now_s)
+    harness = limited(2, 1, 1)
+    requests = [harness.submit(1000, envoy=True) for _ in range(4)]
+    for request in requests[2:]:
+        harness.tell(AnswerNow(request.id))
     assert [node.inflight for node in harness.nodes] == [1, 1]
-    assert all(isinstance(driver.error, NodesFull) for _, driver in started[2:])
+    assert [request.why for request in requests] == ["", "", "max_inflight", "max_inflight"]
 
 
 def test_a_node_that_was_full_and_failed_later_is_no_busy_node() -> None:
-    harness = AttemptHarness(2)
+    harness = RoutingHarness(2, hedging=Hedging(max_ratio=1.0))
     first, second = harness.nodes
     limit(second, 1)
-    harness.fleet.drain(first.name)
-    other, _ = harness.start()
-    harness.fleet.drain(first.name, False)
-    harness.fleet.drain(second.name)
-    attempts, driver = harness.start()
-    harness.fleet.drain(second.name, False)
-    assert attempts.other_node(harness.now_s, lambda node: node is not first) is None, "the second one is full"
-    harness.answer(other)
-    attempts.node_failed(Outcome.FAILED, "connection reset", harness.now_s)
-    attempts.node_failed(Outcome.FAILED, "connection reset", harness.now_s)
-    assert driver.sent == [first.name, second.name] and isinstance(driver.error, AllNodesFailed)
+    other, request = harness.submit_to(second), harness.submit_to(first)
+    harness.advance(100.0)
+    harness.look()
+    assert not request.events, "the second one is full"
+    other.answer()
+    request.fail(CLOSED)
+    request.fail(CLOSED)
+    assert request.sent == [first.name, second.name] and request.why == "upstream_failed"
 
 
 def test_the_place_of_a_pair_whose_prefill_fails_stays_its_own() -> None:
     harness = SplitHarness(prefill=1, decode=1)
     decode = harness.node("d0")
     limit(decode, 1)
-    _, driver, split = harness.split()
-    waiting, _ = harness.start(2000, may_split=True)
-    assert not waiting.tried
-    split.prefill_failed(Outcome.BUSY, "HTTP status 503", harness.now_s, 503)
-    assert decode.inflight == 1 and driver.sent[-1] == "d0" and not waiting.tried
+    request = harness.submit_split()
+    waiting = harness.submit(may_split=True)
+    assert waiting.queued
+    request.prefill_fails(503)
+    assert decode.inflight == 1 and request.sent[-1] == "d0" and waiting.queued

@@ -42,7 +42,7 @@ def test_a_new_request_does_not_take_the_room_that_another_one_waits_for() -> No
     first = harness.submit()
     harness.advance(0.25)
     second = harness.submit()
-    assert first.events == ["admitted"] and second.queued
+    assert first.admitted and second.queued
 
 
 def test_a_new_request_takes_room_before_those_that_come_after_it() -> None:
@@ -51,7 +51,7 @@ def test_a_new_request_takes_room_before_those_that_come_after_it() -> None:
         harness, _ = one_busy_node()
         waiting = harness.submit()
         harness.advance(0.25)
-        assert harness.submit(**fields).events == ["admitted"] and waiting.queued
+        assert harness.submit(**fields).admitted and waiting.queued
 
 
 def test_of_those_that_wait_only_the_ones_before_a_new_request_go_first() -> None:
@@ -60,7 +60,7 @@ def test_of_those_that_wait_only_the_ones_before_a_new_request_go_first() -> Non
     urgent, patient = harness.submit(1000, priority=HIGH), harness.submit(1000, priority=LOW)
     harness.advance(0.3)
     normal = harness.submit(1000)
-    assert urgent.events == normal.events == ["admitted"] and patient.queued and running._is_open
+    assert urgent.admitted and normal.admitted and patient.queued and running._is_open
 
 
 def test_a_new_request_takes_room_in_the_order_of_the_tenants_admitted_work() -> None:
@@ -69,11 +69,11 @@ def test_a_new_request_takes_room_in_the_order_of_the_tenants_admitted_work() ->
     harness.free(running)
     harness.advance(0.25)
     first = harness.submit(8000, tenant="new")
-    assert first.events == ["admitted"] and busy[1].queued
+    assert first.admitted and busy[1].queued
     harness.close(busy[0].ticket)
     harness.advance(0.3)
     second = harness.submit(6000, tenant="new")
-    assert busy[1].events == ["admitted"] and second.queued, "its tenant had more than the other one by now"
+    assert busy[1].admitted and second.queued, "its tenant had more than the other one by now"
 
 
 def test_a_new_request_decides_again_after_those_that_go_first() -> None:
@@ -84,14 +84,12 @@ def test_a_new_request_decides_again_after_those_that_go_first() -> None:
     harness.warm(warm, mine)
     harness.warm(warm, prompt(20_000, 2))
     running, blocking = harness.busy(warm), harness.busy(cold, 60_000)
-    waiting = FakeRequest(harness, prompt(28_000, 2), priority=HIGH)
-    waiting.submit()
+    waiting = harness.submit(prompt(28_000, 2), priority=HIGH)
     assert waiting.queued
     harness.close(blocking)
     harness.advance(0.25)
     assert harness.decide(mine).node is warm
-    hurried = FakeRequest(harness, mine, may_queue=False)
-    hurried.submit()
+    hurried = harness.submit(mine, may_queue=False)
     assert (waiting.node, hurried.node) == (warm, cold) and running._is_open
 
 
@@ -114,9 +112,7 @@ def test_arrivals_make_no_decisions_for_requests_that_wait_for_other_nodes() -> 
     wanted, other = harness.nodes
     running = harness.busy(wanted, 60_000)
     harness.warm(wanted, prompt(100_000, 1))
-    waiting = [FakeRequest(harness, prompt(100_000 + at, 1)) for at in range(100)]
-    for one in waiting:
-        one.submit()
+    waiting = [harness.submit(prompt(100_000 + at, 1)) for at in range(100)]
     assert all(one.queued and harness.admission.queue.waiting_for == {wanted: {(NORMAL, ""): 100}} for one in waiting)
     decisions = count_decisions_again(harness)
     for _ in range(50):
@@ -133,7 +129,7 @@ def test_an_arrival_that_comes_first_makes_no_decisions_for_those_that_wait() ->
     waiting = [harness.submit() for _ in range(20)]
     harness.advance(0.25)
     decisions = count_decisions_again(harness)
-    assert harness.submit(priority=HIGH).events == ["admitted"]
+    assert harness.submit(priority=HIGH).admitted
     assert not decisions and all(one.queued for one in waiting) and running._is_open
 
 
@@ -148,7 +144,7 @@ def test_arrivals_of_another_route_make_no_decisions_for_those_over_their_queue_
     for _ in range(5):
         harness.advance(0.001)
         request = harness.submit(4000, tenant="other")
-        assert request.events == ["admitted"]
+        assert request.admitted
         harness.close(request.ticket)
     assert not decisions and all(one.queued for one in waiting) and running._is_open
 
@@ -185,7 +181,7 @@ def test_a_dry_run_says_what_then_happens_to_a_request_after_others(tokens: int,
     decision, would_wait = harness.admission.dry_run(second.request, second.lookup, harness.now_s)
     assert first.queued and decision.node is harness.nodes[0]
     second.submit()
-    assert first.events == ["admitted"] and second.queued is would_wait is (tokens == 8000) and running._is_open
+    assert first.admitted and second.queued is would_wait is (tokens == 8000) and running._is_open
 
 
 def test_a_dry_run_does_not_count_those_that_are_over_their_queue_threshold() -> None:
@@ -197,7 +193,7 @@ def test_a_dry_run_does_not_count_those_that_are_over_their_queue_threshold() ->
     request = FakeRequest(harness, prompt(8000))
     assert not harness.admission.dry_run(request.request, request.lookup, harness.now_s)[1]
     request.submit()
-    assert request.events == ["admitted"] and all(one.queued for one in waiting) and running._is_open
+    assert request.admitted and all(one.queued for one in waiting) and running._is_open
 
 
 def test_a_dry_run_counts_an_overdue_request_of_a_lower_priority() -> None:
@@ -211,7 +207,7 @@ def test_a_dry_run_counts_an_overdue_request_of_a_lower_priority() -> None:
     urgent = FakeRequest(harness, prompt(8000), priority=HIGH)
     would_wait = harness.admission.dry_run(urgent.request, urgent.lookup, harness.now_s)[1]
     urgent.submit()
-    assert (overdue.events, urgent.queued, would_wait) == (["admitted"], True, True) and running._is_open
+    assert (overdue.queued, urgent.queued, would_wait) == (False, True, True) and running._is_open
 
 
 def test_a_node_that_only_decodes_a_request_has_no_prompt_of_it_to_prefill() -> None:
@@ -227,19 +223,18 @@ def test_a_node_that_only_decodes_a_request_has_no_prompt_of_it_to_prefill() -> 
 
 def test_the_queue_knows_how_many_requests_wait_for_each_node() -> None:
     harness, random = RoutingHarness(3), Random(5)
-    running: list[Ticket] = []
+    running: list[FakeRequest] = []
     requests: list[FakeRequest] = []
     for _ in range(300):
         harness.advance(random.uniform(0.0, 0.1))
         action = random.random()
         if action < 0.5:
             lookup, tenant = prompt(random.randrange(100, 20_000), random.randrange(5)), random.choice("ab")
-            requests.append(FakeRequest(harness, lookup, tenant=tenant, priority=random.choice((HIGH, LOW))))
-            requests[-1].submit()
+            requests.append(harness.submit(lookup, tenant=tenant, priority=random.choice((HIGH, LOW))))
         elif action < 0.6 and (waiting := [one for one in requests if one.queued]):
             random.choice(waiting).cancel()
-        elif action < 0.8 and (running := [one.ticket for one in requests if one.events == ["admitted"]]):
-            harness.free(random.choice(running))
+        elif action < 0.8 and (running := [one for one in requests if one.is_open]):
+            random.choice(running).finish()
         else:
             harness.tick()
         queue = harness.admission.queue
@@ -261,4 +256,4 @@ def test_among_processes_requests_over_their_threshold_do_not_hold_up_others() -
     running.first_token(harness.now_s, False)
     harness.busy(node, 10)
     node.waiting = 5
-    assert harness.submit(4000).events == ["admitted"]
+    assert harness.submit(4000).admitted

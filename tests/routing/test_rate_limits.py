@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from warmroute.config import ConfigError, KeyConfig, from_table
 from warmroute.core.messages import RoutingRequest
-from warmroute.core.rate_limits import Bucket, Charge, RateLimits, TenantLimits
-from warmroute.core.rejections import RateLimited, to_error
+from warmroute.core.rate_limits import Bucket, RateLimits, RequestCharge, TenantLimits
+from warmroute.core.rejections import RateLimited, rejection
 
 
 def key(tenant: str, requests: int = 0, tokens: int = 0, number: int = 0) -> KeyConfig:
@@ -22,7 +22,9 @@ def limits(requests: int = 0, tokens: int = 0) -> TenantLimits:
     return found
 
 
-def begin(tenant: TenantLimits, now_s: float, prompt: float | None = 100, output: float = 50, body: int = 0) -> Charge:
+def begin(
+    tenant: TenantLimits, now_s: float, prompt: float | None = 100, output: float = 50, body: int = 0
+) -> RequestCharge:
     charge = tenant.begin(now_s, body, has_output=True)
     try:
         charge.take_tokens(prompt, output, now_s)
@@ -234,7 +236,7 @@ def test_the_error_names_the_part_of_the_limit_that_this_process_may_use() -> No
     begin(tenant, 0.0)
     with pytest.raises(RateLimited) as raised:
         begin(tenant, 0.0)
-    message = to_error(raised.value, RoutingRequest(model="m")).message
+    message = rejection(raised.value, 1, RoutingRequest(model="m")).message
     assert message.startswith(
         "The rate limit of 3 requests per minute is reached. "
         "This router uses 33% of it while it cannot reach the other routers. Retry in"

@@ -7,17 +7,12 @@ costs the node nothing, so it says nothing about its speed.
 from __future__ import annotations
 
 import pytest
-from routing_harness import MODEL, RoutingHarness, prompt
+from routing_harness import RoutingHarness, prompt
 
-from warmroute.core.brain import Dispatcher
-from warmroute.core.calls import Attempts
 from warmroute.core.demand import DemandMeter
-from warmroute.core.messages import Outcome, RoutingRequest
-from warmroute.core.node import Node
-from warmroute.core.rejections import RoutingError
+from warmroute.core.messages import Outcome
 from warmroute.core.speeds import DEFAULT_MS_PER_TOKEN
 from warmroute.core.tickets import Dispatch
-from warmroute.core.traffic import Counters
 
 TOKEN_MS = 12.0
 
@@ -117,64 +112,17 @@ def test_a_node_that_rejects_long_prompts_at_once_does_not_appear_fast() -> None
     harness.assert_all_counters_are_zero()
 
 
-class SilentDriver:
-    """Drives attempts without sending anything."""
-
-    def send(self, node: Node) -> None:
-        pass
-
-    def withdraw(self) -> None:
-        pass
-
-    def send_hedge(self, node: Node) -> None:
-        pass
-
-    def withdraw_hedge(self) -> None:
-        pass
-
-    def send_prefill(self, prefill_node: Node, node: Node) -> None:
-        pass
-
-    def withdraw_prefill(self) -> None:
-        pass
-
-    def promote_hedge(self) -> None:
-        pass
-
-    def cut(self, why: RoutingError) -> bool:
-        raise why
-
-    def reject(self, why: RoutingError) -> int:
-        raise why
-
-    def internal_error(self, error: Exception) -> None:
-        raise error
-
-
 def test_the_demand_meter_counts_neither_as_a_time_to_first_token() -> None:
     harness = RoutingHarness(1)
     harness.router.demand_meter = demand_meter = DemandMeter()
-    dispatcher = Dispatcher(
-        harness.fleet, harness.router, harness.admission, Counters(), None, 3, lambda: harness.now_s,
-        harness.admission.node_freed,
-    )  # fmt: skip
-
-    def sent(streams: bool) -> Attempts:
-        request = RoutingRequest(MODEL, arrived_s=harness.now_s, streams=streams)
-        attempts = Attempts(dispatcher, SilentDriver(), request, b"")
-        attempts.enter(prompt(1000), 1000, harness.now_s)
-        return attempts
-
-    whole, rejected, streamed = sent(streams=False), sent(streams=True), sent(streams=True)
+    whole, rejected, streamed = (harness.submit(1000, streams=streams) for streams in (False, True, True))
     assert demand_meter.sent == 3 and demand_meter.prompt_tokens == 3000
     harness.advance(5.0)
-    whole.response_started(200, None, harness.now_s)
-    whole.response_ended((1000, 0, 100), harness.now_s)
+    whole.answer((1000, 0, 100))
     assert demand_meter.responses == 1
-    rejected.response_started(400, None, harness.now_s)
-    rejected.response_ended(None, harness.now_s)
+    rejected.answer(status=400)
     assert sum(demand_meter.ttft_counts) == 0 and sum(demand_meter.latency_counts) == 1
-    streamed.response_started(200, None, harness.now_s)
+    streamed.start()
     assert sum(demand_meter.ttft_counts) == 0, "a first byte is not a first token"
-    streamed.first_token(harness.now_s)
+    streamed.first_token()
     assert sum(demand_meter.ttft_counts) == 1

@@ -22,7 +22,7 @@ def all_queued(harness: RoutingHarness) -> list[QueuedRequest]:
 
 
 def arrived_s(queued: QueuedRequest) -> float:
-    return queued.pending.request.arrived_s
+    return queued.call.request.arrived_s
 
 
 def assert_sorted_like_brute_force(harness: RoutingHarness) -> None:
@@ -56,13 +56,12 @@ def test_the_lists_are_sorted_like_brute_force_whatever_happens(seed: int) -> No
         what = random.random()
         if what < 0.6:
             shared = prompt(random.randrange(2000, 60_000), random.randrange(6))
-            requests.append(FakeRequest(harness, shared, tenant=random.choice("ab")))
-            requests[-1].submit()
+            requests.append(harness.submit(shared, tenant=random.choice("ab")))
         elif what < 0.75 and requests:
             requests.pop(random.randrange(len(requests))).cancel()
         elif what < 0.9 and tickets:
             harness.free(tickets.pop(random.randrange(len(tickets))))
-            admitted = [one for one in requests if one.events == ["admitted"]]
+            admitted = [one for one in requests if one.admitted]
             tickets += [one.ticket for one in admitted]
             requests = [one for one in requests if one.queued]
         else:
@@ -86,7 +85,7 @@ def test_a_short_request_is_found_behind_hundreds_of_older_long_ones() -> None:
     long = [harness.submit(20_000) for _ in range(300)]
     short = harness.submit(6000)
     harness.free(running)
-    assert short.events == ["admitted"] and all(request.queued for request in long)
+    assert short.admitted and all(request.queued for request in long)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -101,7 +100,8 @@ def test_the_request_with_the_least_work_goes_first(seed: int) -> None:
         [admitted] = [request for request in requests if not request.queued]
         requests.remove(admitted)
         now_s = harness.now_s
-        expected = min(all_queued(harness), key=lambda one: (one.effective_key(now_s), one.number)).pending
+        first = min(all_queued(harness), key=lambda one: (one.effective_key(now_s), one.number))
+        expected = harness.requests[first.call.id]
         admitted.finish()
         assert expected in requests and not expected.queued
 
@@ -111,13 +111,13 @@ def test_a_request_that_has_waited_goes_before_one_with_somewhat_less_work() -> 
     old = harness.submit(16_000)
     harness.advance(2.0)
     new, short = harness.submit(13_000), harness.submit(6000)
-    work_ms = {one.pending: one.prefill_ms for one in all_queued(harness)}
+    work_ms = {harness.requests[one.call.id]: one.prefill_ms for one in all_queued(harness)}
     credit_ms = 2000.0 * WAITING_CREDIT
     assert work_ms[short] < work_ms[old] - credit_ms < work_ms[new] < work_ms[old]
     harness.free(running)
-    assert short.events == ["admitted"] and old.queued and new.queued
+    assert short.admitted and old.queued and new.queued
     short.finish()
-    assert old.events == ["admitted"] and new.queued
+    assert old.admitted and new.queued
 
 
 def test_the_credit_for_waiting_ends_before_a_request_is_overdue() -> None:
@@ -126,18 +126,17 @@ def test_the_credit_for_waiting_ends_before_a_request_is_overdue() -> None:
     old = harness.submit(60_000)
     harness.advance(CREDIT_S + 1.0)
     new = harness.submit(20_000)
-    work_ms = {one.pending: one.prefill_ms for one in all_queued(harness)}
+    work_ms = {harness.requests[one.call.id]: one.prefill_ms for one in all_queued(harness)}
     assert work_ms[new] < work_ms[old] - 1000.0 * WAITING_CREDIT * CREDIT_S
     harness.free(running)
-    assert new.events == ["admitted"] and old.queued
+    assert new.admitted and old.queued
 
 
 def test_a_request_that_became_cheaper_is_found() -> None:
     """Its prefix was cached while it waited behind others with less work."""
     harness, running = one_busy_node()
     mine = prompt(60_000, 1)
-    cheaper = FakeRequest(harness, mine)
-    cheaper.submit()
+    cheaper = harness.submit(mine)
     others = [harness.submit(20_000) for _ in range(200)]
     harness.warm(harness.nodes[0], mine)
     harness.advance(0.3)
@@ -147,8 +146,8 @@ def test_a_request_that_became_cheaper_is_found() -> None:
             break
         harness.advance(0.01)
         next(request for request in others if not request.queued).finish()
-        others = [request for request in others if request.queued or request.ticket._is_open]
-    assert cheaper.events == ["admitted"]
+        others = [request for request in others if request.queued or request.is_open]
+    assert cheaper.admitted
 
 
 # The guarantee.
@@ -172,7 +171,7 @@ class OverloadedNodes:
 
     def _note_admitted(self) -> None:
         harness = self.harness
-        for request in [one for one in self.waiting if one.events == ["admitted"]]:
+        for request in [one for one in self.waiting if one.admitted]:
             self.waiting.remove(request)
             assert request.decision.price is not None
             node = request.node
@@ -206,7 +205,7 @@ def test_a_guarantee_counts_a_long_prompt_that_never_waited() -> None:
     assert request.queued
     harness.free(running)
     guarantee = harness.admission.queue.guarantee
-    assert request.events == ["admitted"] and guarantee.exceeded == 0 and 0.0 < guarantee.longest_wait_ratio < 1.0
+    assert request.admitted and guarantee.exceeded == 0 and 0.0 < guarantee.longest_wait_ratio < 1.0
 
 
 def test_a_guarantee_counts_a_long_prompt_that_was_sent_while_it_waited() -> None:
@@ -215,10 +214,10 @@ def test_a_guarantee_counts_a_long_prompt_that_was_sent_while_it_waited() -> Non
     harness.advance(0.25)
     urgent = harness.submit(200_000, priority=HIGH)
     harness.close(running)
-    assert urgent.events == ["admitted"]
+    assert urgent.admitted
     harness.advance(60.0)
     urgent.finish()
-    assert patient.events == ["admitted"] and harness.admission.queue.guarantee.exceeded == 0
+    assert patient.admitted and harness.admission.queue.guarantee.exceeded == 0
 
 
 def guaranteed_s(work_s: float, ahead_s: float, longest_s: float, nodes: int) -> float:
@@ -276,12 +275,12 @@ def test_overdue_requests_get_at_least_their_share_and_the_others_the_rest() -> 
     harness.free(running)
     work_ms = {"long": 0.0, "short": 0.0}
     for _ in range(150):
-        [admitted] = [one for one in (*long, *short) if not one.queued and one.ticket._is_open]
+        [admitted] = [one for one in (*long, *short) if not one.queued and one.is_open]
         assert admitted.decision.price is not None
         work_ms["long" if admitted in long else "short"] += admitted.decision.price.prefill
         short.append(harness.submit(6000))
         admitted.finish()
-        short = deque(one for one in short if one.queued or one.ticket._is_open)
+        short = deque(one for one in short if one.queued or one.is_open)
     share = work_ms["long"] / sum(work_ms.values())
     assert SHARE <= share < SHARE + 0.12, "one prefill of 4 s is a tenth of all here"
 
@@ -294,8 +293,7 @@ def test_an_overdue_request_takes_any_node_when_the_credit_pays_for_its_prefill(
     harness.warm(warm, mine)
     harness.busy(warm, 8000)
     running = harness.busy(cold, 60_000)
-    request = FakeRequest(harness, mine)
-    request.submit()
+    request = harness.submit(mine)
     assert request.queued
     harness.advance(60.0)
     harness.warm(warm, mine)
@@ -326,10 +324,10 @@ def test_of_overdue_requests_the_oldest_has_the_turn_of_the_shortest() -> None:
     fresh = harness.submit(40_000)
     harness.admission.queue.guarantee._credit_ms[harness.nodes[0]] = -100_000.0  # the share of overdue ones is spent
     harness.free(running)
-    assert old.events == ["admitted"] and short.queued and fresh.queued
+    assert old.admitted and short.queued and fresh.queued
     shorter = harness.submit(6000)
     old.finish()
-    assert shorter.events == ["admitted"] and short.queued, "a shorter one that is not overdue goes first"
+    assert shorter.admitted and short.queued, "a shorter one that is not overdue goes first"
 
 
 def test_an_overdue_request_that_became_cheap_goes_at_once() -> None:
@@ -337,13 +335,12 @@ def test_an_overdue_request_that_became_cheap_goes_at_once() -> None:
     harness, running = one_busy_node()
     old = harness.submit(30_000)
     mine = prompt(40_000, 1)
-    cheap = FakeRequest(harness, mine)
-    cheap.submit()
+    cheap = harness.submit(mine)
     harness.advance(30.0)
     harness.warm(harness.nodes[0], mine)
     harness.admission.queue.guarantee._credit_ms[harness.nodes[0]] = -100_000.0
     harness.free(running)
-    assert cheap.events == ["admitted"]
+    assert cheap.admitted
     assert old.queued or (old.decision.price is not None and old.decision.price.wait > 0.0), "behind the cheap one"
 
 

@@ -75,7 +75,7 @@ def assert_all_requests_ended(world: World) -> None:
     assert world.inflight == 0 and world.admission.queue.waiting == 0
     assert world.results.ended == world.results.total("arrived")
     for sim in (*world.nodes.values(), *world.departed):
-        assert sim.node.inflight == 0 and not sim.flights
+        assert sim.node.inflight == 0 and not sim.tries
 
 
 def test_a_fleet_follows_its_load_and_no_request_is_cut() -> None:
@@ -84,7 +84,7 @@ def test_a_fleet_follows_its_load_and_no_request_is_cut() -> None:
     remove = world.remove
 
     def watched(name: str) -> None:
-        if world.nodes[name].flights:
+        if world.nodes[name].tries:
             removed_with_requests.append(name)
         remove(name)
 

@@ -61,7 +61,7 @@ class Place:
         self.command: tuple[str, ...] = (
             sys.executable,
             "-m",
-            "warmroute.app.main",
+            "warmroute",
             "engine",
             "--port",
             "{port}",

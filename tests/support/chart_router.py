@@ -82,7 +82,7 @@ async def chart_router(cluster: Cluster, release: str, values: str) -> AsyncIter
     environment = os.environ | {"KUBECONFIG": _account_kubeconfig(cluster, router.name)}
     with router.log.open("wb") as log:
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "warmroute.app.main", "serve", "--config", str(router.file), "--port",
+            sys.executable, "-m", "warmroute", "serve", "--config", str(router.file), "--port",
             str(router.port), "--admin-port", "0", env=environment, stderr=log,
         )  # fmt: skip
     try:

@@ -22,7 +22,7 @@ from warmroute.edge.envoy import ext_proc
 from warmroute.edge.envoy.ext_proc import BUFFERED, NONE, STREAMED
 from warmroute.edge.envoy.ext_proc import FULL_DUPLEX_STREAMED as DUPLEX
 from warmroute.edge.envoy.server import PickerServer
-from warmroute.edge.envoy.stream import PickerExchange
+from warmroute.edge.envoy.stream import EnvoyExchange
 
 MODES = {"buffered": BUFFERED, "duplex": DUPLEX, "streamed": STREAMED, "none": NONE}
 
@@ -231,7 +231,7 @@ class RunningPicker:
             lambda: (
                 not any(self.inflight()) and not service.admission.queue.waiting and not server.connections
                 and not server.buffered_bytes and not any(group.inflight for group in service.fleet.groups)
-                and not service.proxy.dispatcher.waiting
+                and not service.brain.open
             ),
             "all counters return to 0",
         )  # fmt: skip
@@ -258,7 +258,7 @@ async def picker(
         await service.stop()
         loop.set_exception_handler(None)
     assert not errors, errors
-    exchanges = [one for one in _objects() if type(one) is PickerExchange and one._proxy is service.proxy]
+    exchanges = [one for one in _objects() if type(one) is EnvoyExchange and one._proxy is service.proxy]
     assert not exchanges, "an exchange is left over"
 
 

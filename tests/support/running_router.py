@@ -14,7 +14,7 @@ from support.scripted_engine import BlackHole, ScriptedEngine
 from warmroute.app.service import Service
 from warmroute.config import Config, from_table
 from warmroute.core.node import Node
-from warmroute.edge.exchange import ProxyExchange
+from warmroute.edge.exchange import Exchange
 
 QUICK: dict[str, dict[str, Any]] = {
     "listen": {"port": 0},
@@ -145,8 +145,7 @@ async def check_nothing_in_flight(service: Service) -> None:
             all(node.inflight == 0 for node in fleet)
             and all(group.inflight == 0 for group in groups)
             and service.admission.queue.waiting == 0
-            and not service.proxy.dispatcher.waiting
-            and not service.proxy.dispatcher.splits
+            and not service.brain.open
             and not any(group.waiting for group in service.fleet.groups)
             and listener.buffered_bytes == 0
             and not listener.connections
@@ -166,8 +165,8 @@ async def check_no_exchange_left(service: Service) -> None:
     for attempt in range(30):
         if attempt:
             await asyncio.sleep(0.1)
-        exchanges = [thing for thing in gc.get_objects() if type(thing) is ProxyExchange]
-        if not any(exchange._proxy is service.proxy for exchange in exchanges):
+        exchanges = [thing for thing in gc.get_objects() if type(thing) is Exchange]
+        if not any(exchange.proxy is service.proxy for exchange in exchanges):
             return
         del exchanges
     raise AssertionError("an exchange is left over")

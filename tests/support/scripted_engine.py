@@ -89,11 +89,15 @@ class ScriptedEngine:
         )
         self.port = self._server.sockets[0].getsockname()[1]
 
-    async def refuse(self) -> None:
-        """Stop listening, and abort the open connections."""
+    def stop_listening(self) -> None:
+        """Refuse new connections. The open ones stay."""
         if self._server is not None:
             self._server.close()
             self._server = None
+
+    async def refuse(self) -> None:
+        """Stop listening, and abort the open connections."""
+        self.stop_listening()
         self.drop_connections()
         await asyncio.sleep(0)
 

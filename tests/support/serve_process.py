@@ -60,7 +60,7 @@ class ServeProcess:
 async def serve(*arguments: str | Path) -> AsyncIterator[ServeProcess]:
     """Start the command, and wait until it listens or has ended."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "warmroute.app.main", "serve", *map(str, arguments),
+        sys.executable, "-m", "warmroute", "serve", *map(str, arguments),
         stderr=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.DEVNULL,
     )  # fmt: skip
     served = ServeProcess(process)

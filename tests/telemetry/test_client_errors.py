@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from functools import partial
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from warmroute.app.alerts import Alerts
+from warmroute.app.alerts import Alerts, client_error_alerts
 from warmroute.edge.client_errors import MANY, TRACKED, WINDOW_S, ClientErrors, HeavyHitters
 
 
@@ -46,7 +47,7 @@ def seen(errors: ClientErrors, count: int, source: str = "10.0.0.5", code: str =
 
 def test_a_storm_is_one_alert_with_count_and_source_until_it_is_over() -> None:
     errors = ClientErrors()
-    alerts = Alerts(errors)
+    alerts = Alerts(partial(client_error_alerts, errors))
     seen(errors, MANY - 1)
     assert alerts.update(0.0) == []
     seen(errors, 66_879 - MANY + 1)
@@ -79,7 +80,7 @@ def test_sources_without_a_leader_and_keys_that_differ_are_said_to_be_so() -> No
     for number in range(1000):
         errors.count(401, "invalid_api_key", f"10.0.{number // 250}.{number % 250}", f"{number:08x}")
         errors.count(401, "invalid_api_key", "10.9.9.9" if number < 10 else f"10.8.{number // 250}.{number % 250}", "")
-    [alert] = errors(0.0)
+    [alert] = client_error_alerts(errors, 0.0)
     assert "They come from many addresses" in alert.cause
     [row] = errors.describe()
     assert row["recent"] == row["total"] == 2000 and len(row["sources"]) == 4 and len(row["keys"]) == 4
@@ -88,11 +89,11 @@ def test_sources_without_a_leader_and_keys_that_differ_are_said_to_be_so() -> No
 def test_the_log_has_at_most_one_line_a_minute_for_each_code(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     errors = ClientErrors()
-    list(errors(0.0))
+    list(errors.storms(0.0))
     assert not caplog.records
     seen(errors, 1)
     seen(errors, 3, "10.0.0.7", "not_found")
-    list(errors(2.0))
+    list(errors.storms(2.0))
     first, second = caplog.records
     assert first.levelname == "WARNING" and second.levelname == "INFO"
     assert first.getMessage().startswith(
@@ -102,13 +103,13 @@ def test_the_log_has_at_most_one_line_a_minute_for_each_code(caplog: pytest.LogC
     assert "status=404 reason=not_found count=3 source=10.0.0.7 source_count=3: " in second.getMessage()
     for at_s in range(2, 122, 2):
         seen(errors, 500, "10.0.0.8")
-        list(errors(float(at_s)))
+        list(errors.storms(float(at_s)))
     lines = [record.getMessage() for record in caplog.records[2:]]
     assert len(lines) == 1 and "count=15500 source=10.0.0.8" in lines[0]
-    list(errors(122.0))
+    list(errors.storms(122.0))
     assert len(caplog.records) == 4 and "count=14500 " in caplog.records[3].getMessage()
     for at_s in range(124, 600, 2):
-        list(errors(float(at_s)))
+        list(errors.storms(float(at_s)))
     assert len(caplog.records) == 4
 
 
@@ -117,6 +118,6 @@ def test_a_flood_of_one_code_hides_no_other_code() -> None:
     for number in range(10_000):
         errors.count(404, "not_found", f"10.{number >> 8}.{number & 255}.1", "")
     seen(errors, MANY, "10.0.0.9", "invalid_api_key")
-    found = {alert.id: alert for alert in errors(0.0)}
+    found = {alert.id: alert for alert in client_error_alerts(errors, 0.0)}
     assert found["client_errors 401 invalid_api_key"].sources == (("10.0.0.9", MANY),)
     assert found["client_errors 404 not_found"].count == 10_000

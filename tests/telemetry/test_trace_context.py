@@ -14,9 +14,8 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from warmroute._kernel import RequestHead
 from warmroute.config import Tracing as TracingConfig
-from warmroute.core.traffic import Counters
 from warmroute.edge.http1 import read_request_head
-from warmroute.edge.trace_context import EndedTrace, RequestTrace, Tracing, read_context, read_traceparent
+from warmroute.edge.trace_context import EdgeTrace, TraceSampling, read_context, read_traceparent
 
 VALID = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 UNSAMPLED = VALID[:-1] + "0"
@@ -35,10 +34,10 @@ def head_with(*lines: str) -> RequestHead:
     return read_request_head(data, data.index(b"\r\n\r\n"))
 
 
-def fields_of(begun: RequestTrace | bytes | None) -> bytes:
+def fields_of(begun: EdgeTrace | bytes | None) -> bytes:
     """Return the header lines for a node."""
     assert begun is not None
-    return begun if isinstance(begun, bytes) else begun.forwarded_fields(None)  # type: ignore[arg-type]
+    return begun if isinstance(begun, bytes) else begun.forwarded_fields(1)
 
 
 def sdk_context(value: str) -> trace.SpanContext:
@@ -67,13 +66,9 @@ class Clock:
     now_s = 100.0
 
 
-def tracing_with(ended: list[EndedTrace] | None = None, **config: float) -> tuple[Tracing, Counters, Clock]:
-    counters, clock, kept = Counters(), Clock(), [] if ended is None else ended
-    return (
-        Tracing(TracingConfig(**config), counters, kept.append, lambda _model: True, lambda: clock.now_s),  # type: ignore[arg-type]
-        counters,
-        clock,
-    )
+def tracing_with(**config: float) -> tuple[TraceSampling, Clock]:
+    clock = Clock()
+    return TraceSampling(TracingConfig(**config), lambda: clock.now_s), clock  # type: ignore[arg-type]
 
 
 fields = st.lists(
@@ -88,7 +83,7 @@ fields = st.lists(
 @settings(max_examples=1000)
 @given(fields, st.booleans())
 def test_whatever_a_client_sends_the_node_gets_one_valid_context(lines: list[str], recorded: bool) -> None:
-    tracing, _, _ = tracing_with(sample_ratio=1.0 if recorded else 0.0)
+    tracing, _ = tracing_with(sample_ratio=1.0 if recorded else 0.0)
     head = head_with(*lines)
     begun = tracing.begin(head.forwarded_fields, b"/v1/chat/completions", 0.0)
     if begun is None:  # passes unchanged
@@ -101,7 +96,7 @@ def test_whatever_a_client_sends_the_node_gets_one_valid_context(lines: list[str
     assert len(found) == 1 and told.lower().count(b"traceparent:") == 1
     assert read_context(told) is not None
     if parent is None:
-        assert b"tracestate:" not in told.lower() and isinstance(begun, RequestTrace if recorded else bytes)
+        assert b"tracestate:" not in told.lower() and isinstance(begun, EdgeTrace if recorded else bytes)
     else:
         assert found[0][0] == parent.trace_id and found[0][1] != parent.span_id
     others = [line for line in told.split(b"\r\n") if not line.lower().startswith((b"traceparent:", b"tracestate:"))]
@@ -111,10 +106,10 @@ def test_whatever_a_client_sends_the_node_gets_one_valid_context(lines: list[str
 
 def test_long_headers_take_linear_time() -> None:
     value = " " * 30_000 + "x"
-    tracing, _, _ = tracing_with(sample_ratio=1.0)
+    tracing, _ = tracing_with(sample_ratio=1.0)
     assert isinstance(
         tracing.begin(head_with(f"traceparent: {value}", f"tracestate: {value}").forwarded_fields, b"/", 0.0),
-        RequestTrace,
+        EdgeTrace,
     )
 
 
@@ -123,12 +118,12 @@ def test_two_traceparents_count_as_none() -> None:
 
 
 def test_a_client_without_the_flag_is_not_recorded_and_nothing_changes() -> None:
-    tracing, _, _ = tracing_with(sample_ratio=1.0)
+    tracing, _ = tracing_with(sample_ratio=1.0)
     assert tracing.begin(head_with(f"traceparent: {UNSAMPLED}").forwarded_fields, b"/", 0.0) is None
 
 
 def test_nodes_are_told_that_a_request_is_not_recorded() -> None:
-    tracing, _, _ = tracing_with(sample_ratio=0.0)
+    tracing, _ = tracing_with(sample_ratio=0.0)
     told = tracing.begin(head_with().forwarded_fields, b"/", 0.0)
     assert isinstance(told, bytes)
     [found] = NEW.findall(told)
@@ -136,24 +131,24 @@ def test_nodes_are_told_that_a_request_is_not_recorded() -> None:
 
 
 def test_the_random_flag_passes_and_unknown_flags_do_not() -> None:
-    tracing, _, _ = tracing_with()
+    tracing, _ = tracing_with()
     told = tracing.begin(head_with(f"traceparent: {VALID[:-2]}ff").forwarded_fields, b"/", 0.0)
     assert told is not None and NEW.findall(fields_of(told))[0][2] == b"03"
 
 
-def sampled_requests(tracing: Tracing, count: int) -> Iterator[bool]:
+def sampled_requests(tracing: TraceSampling, count: int) -> Iterator[bool]:
     for _ in range(count):
         begun = tracing.begin(head_with(f"traceparent: {VALID}").forwarded_fields, b"/", 0.0)
         assert begun is not None
-        yield isinstance(begun, RequestTrace)
+        yield isinstance(begun, EdgeTrace)
         flag = NEW.findall(fields_of(begun))[0][2]
-        assert flag == (b"01" if isinstance(begun, RequestTrace) else b"00")
+        assert flag == (b"01" if isinstance(begun, EdgeTrace) else b"00")
 
 
 def test_clients_cannot_force_more_traces_than_the_limit(caplog: pytest.LogCaptureFixture) -> None:
-    tracing, counters, clock = tracing_with(max_client_traces_per_s=10)
+    tracing, clock = tracing_with(max_client_traces_per_s=10)
     assert sum(sampled_requests(tracing, 1000)) == 10
-    assert counters.traces_limited == 990
+    assert tracing.limited == 990
     clock.now_s += 0.5
     assert sum(sampled_requests(tracing, 100)) == 5
     clock.now_s += 100.0
@@ -162,21 +157,19 @@ def test_clients_cannot_force_more_traces_than_the_limit(caplog: pytest.LogCaptu
 
 
 def test_a_limit_of_zero_ignores_the_clients_flag() -> None:
-    tracing, counters, _ = tracing_with(max_client_traces_per_s=0)
-    assert sum(sampled_requests(tracing, 10)) == 0 and counters.traces_limited == 10
+    tracing, _ = tracing_with(max_client_traces_per_s=0)
+    assert sum(sampled_requests(tracing, 10)) == 0 and tracing.limited == 10
 
 
 def test_the_ratio_applies_to_requests_without_context() -> None:
-    tracing, _, _ = tracing_with(sample_ratio=0.1)
+    tracing, _ = tracing_with(sample_ratio=0.1)
     tracing._random = Random(1).random
-    recorded = sum(
-        isinstance(tracing.begin(head_with().forwarded_fields, b"/", 0.0), RequestTrace) for _ in range(5000)
-    )
+    recorded = sum(isinstance(tracing.begin(head_with().forwarded_fields, b"/", 0.0), EdgeTrace) for _ in range(5000))
     assert 400 < recorded < 600
 
 
 @pytest.mark.parametrize("sample_ratio", [0.0, 1.0])
 def test_ids_differ(sample_ratio: float) -> None:
-    tracing, _, _ = tracing_with(sample_ratio=sample_ratio)
+    tracing, _ = tracing_with(sample_ratio=sample_ratio)
     told = [fields_of(tracing.begin(head_with().forwarded_fields, b"/", 0.0)) for _ in range(100)]
     assert len({NEW.findall(one)[0][0] for one in told}) == 100

@@ -20,10 +20,9 @@ from support.scripted_engine import engines
 
 from warmroute.app import tracing as trace_exporter
 from warmroute.app.startup import check_startup
-from warmroute.app.tracing import MAX_QUEUED, TraceExporter, create_tracing
+from warmroute.app.tracing import MAX_QUEUED, EndedTrace, TraceExporter, create_tracing
 from warmroute.config import ConfigError, from_table, keys_needing_restart
 from warmroute.core.traffic import Counters
-from warmroute.edge.trace_context import EndedTrace
 
 CLIENT_CONTEXT = "traceparent: 00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
@@ -203,7 +202,7 @@ async def test_a_path_in_the_endpoint_is_kept(collector: Collector) -> None:
 
 def test_otel_sdk_disabled_turns_tracing_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
-    assert create_tracing(from_table({"tracing": {"enabled": True}}).tracing, Counters(), lambda _: True) is None
+    assert create_tracing(from_table({"tracing": {"enabled": True}}).tracing, Counters()) is None
 
 
 @pytest.mark.parametrize("endpoint", ["collector:4318", "ftp://collector", "http://", "http://a b:1", "http://c:x"])

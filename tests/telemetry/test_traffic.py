@@ -16,13 +16,11 @@ from warmroute._kernel import (
     TokenTraffic,
     TrafficRecorder,
 )
-from warmroute.core.brain import Dispatcher
-from warmroute.core.calls import Attempts, Usage
+from warmroute.core.brain import Brain
 from warmroute.core.hot_prefixes import REFRESH_S
-from warmroute.core.messages import Lookup, RoutingRequest
-from warmroute.core.node import Node, Ticket
+from warmroute.core.messages import Arrive, Ended, FirstToken, Lookup, RoutingRequest, Usage
+from warmroute.core.node import Ticket
 from warmroute.core.prefill_work import work
-from warmroute.core.rejections import RoutingError
 from warmroute.core.traffic import (
     MAX_NODES,
     MAX_RECORDERS,
@@ -35,61 +33,23 @@ from warmroute.core.traffic import (
 )
 
 
-class SilentDriver:
-    """Drives attempts without sending anything."""
-
-    def send(self, node: Node) -> None:
-        pass
-
-    def reject(self, why: RoutingError) -> int:
-        raise why
-
-    def internal_error(self, error: Exception) -> None:
-        raise error
-
-    def withdraw(self) -> None:
-        pass
-
-    def send_hedge(self, node: Node) -> None:
-        pass
-
-    def withdraw_hedge(self) -> None:
-        pass
-
-    def send_prefill(self, prefill_node: Node, node: Node) -> None:
-        pass
-
-    def withdraw_prefill(self) -> None:
-        pass
-
-    def promote_hedge(self) -> None:
-        pass
-
-    def cut(self, why: RoutingError) -> bool:
-        raise why
-
-
 class Harness(RoutingHarness):
     def __init__(self, count: int) -> None:
         super().__init__(count)
         self.traffic = Traffic()
-        self.dispatcher = Dispatcher(
-            self.fleet, self.router, self.admission, Counters(), None, 3, lambda: self.now_s,
-            self.admission.node_freed,
-        )  # fmt: skip
-        self.dispatcher.request_completed = self.traffic.request_completed
+        self.brain = Brain(self.fleet, self.router, self.admission, Counters(), traffic=self.traffic)
+        self.served = 0
 
     def serve(
         self, lookup: Lookup | None, usage: Usage | None, *, status: int = 200, route: str = "", streams: bool = True
     ) -> None:
         """Serve a request: its first byte comes after 100 ms."""
+        self.served += 1
         request = RoutingRequest(MODEL, arrived_s=self.now_s, streams=streams, route=route, tenant="search")
-        attempts = Attempts(self.dispatcher, SilentDriver(), request, b"")
-        attempts.enter(lookup, lookup.token_count if lookup is not None else None, self.now_s)
+        self.brain.handle(Arrive(self.served, b"", request, lookup), self.now_s)
         self.advance(0.1)
-        attempts.response_started(status, None, self.now_s)
-        attempts.first_token(self.now_s)
-        attempts.response_ended(usage, self.now_s)
+        self.brain.handle(FirstToken(self.served, 1, status), self.now_s)
+        self.brain.handle(Ended(self.served, 1, status, self.now_s, usage), self.now_s)
 
 
 def counted(gpus: int = 1) -> tuple[RouteTraffic, TrafficRecorder, Ticket]:
@@ -237,10 +197,9 @@ def test_a_prompt_that_its_node_counts_a_little_shorter_is_not_noted(
 
 
 def test_reported_tokens_replace_the_predicted_ones_and_are_bounded() -> None:
-    harness = Harness(1)
-    harness.serve(prompt(1000), (1000, 10**12, 1))
-    total = harness.traffic.total
-    assert (total.cached_tokens, total.reported_tokens) == (1000, 1000)
+    sums, recorder, ticket = counted()
+    recorder.record(ticket, 0.0, 0.0, 1.0, True, 1000, 10**12, 1, 500, {}, {"a": 1})
+    assert (sums.cached_tokens, sums.reported_tokens) == (1000, 1000)
 
 
 def test_rejected_responses_and_prompts_that_nobody_counted_do_not_count() -> None:

@@ -15,6 +15,7 @@ import msgspec
 
 from warmroute._kernel import RequestHead
 from warmroute.app.capture import Capture
+from warmroute.app.journal import describe, describe_decision, describe_last_failure
 from warmroute.app.live_page import PAGE_PATHS, LiveFeed, PageFiles
 from warmroute.app.metrics.exposition import Scrapes
 from warmroute.config import ConfigError, NodeConfig, is_loopback, node_name, parse_section
@@ -22,24 +23,23 @@ from warmroute.config.clients import canonical_address
 from warmroute.config.file import same_engine
 from warmroute.config.nodes import Role
 from warmroute.config.routing import PRIORITY_NAMES
+from warmroute.core.brain import Brain
 from warmroute.core.cache_view import CacheView
 from warmroute.core.decision import Decision
 from warmroute.core.decision_record import explain_decision
 from warmroute.core.fleet import Fleet
 from warmroute.core.islands import IslandRegistry
-from warmroute.core.last_decisions import Journal, describe_decision, describe_last_failure, search
+from warmroute.core.last_decisions import LastDecisions, search
 from warmroute.core.messages import Outcome
 from warmroute.core.node import Node
-from warmroute.core.rejections import NameTaken, RoutingError, UnknownNode, to_error
+from warmroute.core.rejections import NameTaken, RoutingError, UnknownNode, rejection
 from warmroute.edge.arrival import WITH_OUTPUT_TOKENS, Rights
 from warmroute.edge.async_handler import Request, Responder, decode_body
-from warmroute.edge.errors import HttpError, method_not_allowed
+from warmroute.edge.errors import HttpError, method_not_allowed, rendered
 from warmroute.edge.http1 import read_request_head
 from warmroute.edge.proxy import Proxy
 from warmroute.engines.block_reports import BlockReports
 from warmroute.event_log import EventLog
-from warmroute.prompt.prompt import Prompt
-from warmroute.prompt.reader import PendingPrompt
 
 # GET /admin/capture/stream: a capture that lasts as long as its client reads it, one JSON object per line.
 #
@@ -106,29 +106,19 @@ class _ResponseSink:
 # A dry run: what the router would decide for a request now. Nothing is sent, and no state changes.
 
 
-async def dry_run(proxy: Proxy, head: RequestHead, body: bytes, rights: Rights) -> tuple[Decision, bool]:
+async def dry_run(proxy: Proxy, brain: Brain, head: RequestHead, body: bytes, rights: Rights) -> tuple[Decision, bool]:
     """Return the decision, and whether the request would wait in the queue first. Raises HttpError if rejected."""
-    path = head.target.partition(b"?")[0]
-    scanned = await proxy.body_scanner.scan(path, head.content_type, body)
-    request = proxy.requests.build(head, path, scanned, rights)
-    future: asyncio.Future[Prompt | None] = asyncio.get_running_loop().create_future()
-    prompt = proxy.read_prompt(request, path, body, scanned.outline, future.set_result)
-    if isinstance(prompt, PendingPrompt):
-        pending = prompt
-        try:
-            prompt = await future
-        finally:
-            pending.cancel()
-    lookup = proxy.lookup(request, prompt)
+    request, prompt, lookup = await proxy.read(head, body, rights)
     try:
         limits = rights.limits
         if limits is not None:
             tokens = prompt.total_tokens if prompt is not None else None
-            output = proxy.router.output_lengths.expected(request.model, request.tenant, request.max_output_tokens)
-            limits.check(tokens, output, proxy.now(), len(body), path in WITH_OUTPUT_TOKENS)
-        return proxy.admission.dry_run(request, lookup, proxy.now())
+            output = brain.router.output_lengths.expected(request.model, request.tenant, request.max_output_tokens)
+            has_output = head.target.partition(b"?")[0] in WITH_OUTPUT_TOKENS
+            limits.check(tokens, output, proxy.now(), len(body), has_output)
+        return brain.admission.dry_run(request, lookup, proxy.now())
     except RoutingError as why:
-        raise to_error(why, request) from None
+        raise rendered(rejection(why, 0, request)) from None
 
 
 # GET /admin/decisions and GET /admin/decisions/REQUEST_ID: recent decisions, their reasons, and what failed.
@@ -161,9 +151,10 @@ _explain_request: Final = msgspec.json.Decoder(ExplainRequest)
 
 
 class Decisions:
-    def __init__(self, journal: Journal, proxy: Proxy) -> None:
-        self._journal = journal
+    def __init__(self, decisions: LastDecisions, proxy: Proxy, brain: Brain) -> None:
+        self._decisions = decisions
         self._proxy = proxy
+        self._brain = brain
 
     async def recent(self, query: str) -> dict[str, Any]:
         """Return the latest decisions that the query asks for, newest first, up to `limit`. Raises HttpError."""
@@ -179,30 +170,35 @@ class Decisions:
         if failed not in _FLAGS:
             raise HttpError(400, f"failed must be 0 or 1, not {failed[:40]!r}.", code="bad_query", param="failed")
         request_id = fields.get("request_id")
-        journal = self._journal
-        stored = journal.stored()
+        decisions, wall_s = self._decisions, self._wall_s
+        stored = decisions.stored()
 
         def find_all() -> list[dict[str, Any]]:
-            entries = search(
+            calls = search(
                 stored, int(limit), failed=_FLAGS[failed], tenant=fields.get("tenant"),
                 status=None if status is None else int(status),
                 request_id=None if request_id is None else request_id.encode("utf-8", "replace"),
             )  # fmt: skip
-            return [journal.describe(entry) for entry in entries]
+            return [describe(call, wall_s) for call in calls]
 
         described = await asyncio.get_running_loop().run_in_executor(None, find_all)
-        return {"stored": len(journal), "decisions": described}
+        return {"stored": len(decisions), "decisions": described}
 
     def find(self, request_id: str) -> dict[str, Any]:
-        entry = self._journal.find(request_id.encode("utf-8", "replace"))
-        if entry is None:
+        call = self._decisions.find(request_id.encode("utf-8", "replace"))
+        if call is None:
             raise HttpError(
                 404,
                 f"The journal has no request {request_id[:200]!r}. It contains the last "
-                f"{self._journal.config.max_decisions:,} requests (journal.max_decisions) that were sent to a node.",
+                f"{self._decisions.config.max_decisions:,} requests (journal.max_decisions) that were sent to a node.",
                 code="unknown_request",
             )
-        return self._journal.describe(entry)
+        return describe(call, self._wall_s)
+
+    @property
+    def _wall_s(self) -> float:
+        """The Unix time at which the router's clock was 0."""
+        return time.time() - self._proxy.now()
 
     async def explain(self, body: bytes) -> dict[str, Any]:
         try:
@@ -213,7 +209,7 @@ class Decisions:
             ) from None
         request_body = bytes(request.body)
         head = _head(request, len(request_body))
-        decision, would_queue = await dry_run(self._proxy, head, request_body, self._rights(request, head))
+        decision, would_queue = await dry_run(self._proxy, self._brain, head, request_body, self._rights(request, head))
         record, query = decision.record(), decision.query
         assert query is not None
         return {

@@ -1,4 +1,4 @@
-"""Alerts: what is wrong now, since when, why, and what to do."""
+"""Alerts: what is wrong now, since when, why, and what to do. app/service.py names the sources."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from warmroute.core.fleet import Fleet
 from warmroute.core.health import HealthState
 from warmroute.core.node import Node
 from warmroute.core.traffic import Counters
+from warmroute.edge.client_errors import NAME, ClientErrors
 from warmroute.engines.discovery.sync import DiscoveryService
 from warmroute.event_log import EventLog
 
@@ -30,8 +31,6 @@ SEVERITIES: Final[tuple[Severity, ...]] = ("critical", "warning", "info")
 """The most severe first."""
 KEEP_ENDED_S: Final = 3600.0
 MAX_ENDED: Final = 64
-MAX_SOURCES: Final = 4
-"""Sources that an alert names."""
 
 
 class Alert(msgspec.Struct, frozen=True, kw_only=True):
@@ -119,6 +118,26 @@ def describe_alert(alert: Alert, wall_s: float) -> dict[str, Any]:
         "source": alert.sources[0][0] if alert.sources else "",
         "sources": [{"source": source, "count": count} for source, count in alert.sources],
     }
+
+
+# Alerts about requests that clients have to change.
+
+CLIENT_ERRORS: Final = NAME
+
+
+def client_error_alerts(errors: ClientErrors, now_s: float) -> Iterator[Alert]:
+    for storm in errors.storms(now_s):
+        id = f"{CLIENT_ERRORS} {storm.status} {storm.code}"
+        yield Alert(
+            id=id, severity="warning", title=client_errors_title(id, storm.requests), cause=storm.cause,
+            what_to_do=storm.advice, count=storm.requests, sources=tuple(storm.sources),
+        )  # fmt: skip
+
+
+def client_errors_title(id: str, count: int) -> str:
+    """`id`: the alert's."""
+    _, status, code = id.split(" ")
+    return f"{count:,} {'request was' if count == 1 else 'requests were'} rejected with {status} ({code})"
 
 
 # Alerts about the fleet: nodes that are down, slow, short of KV memory or without usable KV events.

@@ -21,12 +21,11 @@ from warmroute.app.log import append_all, size_of
 from warmroute.blocking import run_in_thread
 from warmroute.config import Capture as CaptureConfig
 from warmroute.config.routing import PRIORITY_NAMES
-from warmroute.core.calls import Attempts
-from warmroute.core.messages import Outcome, RoutingRequest
-from warmroute.core.tickets import Dispatch
+from warmroute.core.calls import Call
+from warmroute.core.messages import Outcome, RoutingRequest, Usage
 from warmroute.core.trace_row import CaptureOutcome, TraceRow
 from warmroute.core.traffic import Counters
-from warmroute.edge.arrival import lookup_of
+from warmroute.edge.arrival import Kept, lookup_of
 from warmroute.event_log import EventLog, where_it_failed
 from warmroute.prompt.prompt import Prompt
 from warmroute.scaling.recent_traffic import BLOCK_TOKENS, RecentTraffic
@@ -122,10 +121,12 @@ MAX_NAME: Final = 200
 """Characters of a model's name in a line: a client may invent any name."""
 
 
-class EndedRequest(msgspec.Struct, gc=False, eq=False):
+class CapturedCall(msgspec.Struct, gc=False, eq=False):
     """What a capture needs of a request that has ended."""
 
     request: RoutingRequest
+    session: bytes
+    """The conversation, as the client names it."""
     prompt: Prompt | None
     body_bytes: int
     outcome: CaptureOutcome
@@ -133,8 +134,7 @@ class EndedRequest(msgspec.Struct, gc=False, eq=False):
     output_tokens: float
     """As the node reported them, or an estimate."""
     output_estimated: bool
-    reported: tuple[int | None, int | None, int | None] = (None, None, None)
-    """Prompt tokens, cached tokens and output tokens that the node reported."""
+    reported: Usage = (None, None, None)
     predicted: int | None = None
     node: str = ""
     attempts: int = 1
@@ -155,14 +155,14 @@ class CaptureRun:
         self.requests = 0
         """Requests that became lines."""
 
-    def lines(self, ended: Sequence[EndedRequest]) -> bytes:
+    def lines(self, ended: Sequence[CapturedCall]) -> bytes:
         """Return a line for each request that arrived after the start."""
         encode = self._encoder.encode
         rows = [encode(self._row(one)) for one in ended if one.request.arrived_s >= self.started_s]
         self.requests += len(rows)
         return b"\n".join([*rows, b""])
 
-    def _row(self, ended: EndedRequest) -> TraceRow:
+    def _row(self, ended: CapturedCall) -> TraceRow:
         request, prompt = ended.request, ended.prompt
         prompt_tokens, cached_tokens, _ = ended.reported
         ids: list[int] = []
@@ -186,7 +186,7 @@ class CaptureRun:
             ids,
             self._block_size,
             arrived_us % 1000,
-            self._pseudonyms.name(request.session_key()) or None,
+            self._pseudonyms.name(ended.session) or None,
             follows,
             ended.answer_tokens if follows else 0,
             prompt_tokens is None if prompt is None else not prompt.exact,
@@ -297,17 +297,8 @@ _OUTCOMES: Final[dict[Outcome, CaptureOutcome]] = {
     Outcome.OK: "ok", Outcome.CANCELLED: "cancelled", Outcome.BROKEN: "broken", Outcome.FAILED: "failed",
     Outcome.BUSY: "failed",
 }  # fmt: skip
-"""A request that a node rejected (4xx) is not in a capture: the node did not prefill it."""
-
-
-class CapturedPrompt:
-    """What a running request keeps for the capture."""
-
-    __slots__ = ("body_bytes", "prompt")
-
-    def __init__(self, body_bytes: int) -> None:
-        self.body_bytes = body_bytes
-        self.prompt: Prompt | None = None
+"""A request that a node rejected (4xx) is not in a capture: the node did not prefill it. Neither is one that the router
+rejected for a mistake of the client: no fleet would have served it, and its model may be what a user typed."""
 
 
 class Sink(Protocol):
@@ -336,7 +327,7 @@ class Capture:
     def __init__(self, config: CaptureConfig, counters: Counters, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
         self._counters = counters
-        self._pending: list[EndedRequest] = []
+        self._pending: list[CapturedCall] = []
         self._pending_bytes = 0
         self._targets: tuple[_Target, ...] = ()
         self._file: _Target | None = None
@@ -376,28 +367,36 @@ class Capture:
 
     # From the event loop.
 
-    def request_ended(
-        self, attempts: Attempts, captured: CapturedPrompt, outcome: Outcome | None, now_s: float
-    ) -> None:
-        """A request that was captured from its arrival on has ended. `outcome`: None if no node got it."""
-        request = attempts.request
-        name = _OUTCOMES.get(outcome) if outcome is not None else "not_admitted"
+    def call_ended(self, call: Call, expected_output: float) -> None:
+        """Add a call that was to be captured from its arrival on. `expected_output`: tokens, if none are reported."""
+        outcome, request, history = call.outcome, call.request, call.history
+        name: CaptureOutcome | None
+        if outcome is not None and (call.left is None or call.status < 500):
+            name = _OUTCOMES.get(outcome)
+        else:  # no node got it, or the router itself ended it with an error
+            name = None if 400 <= call.status < 500 and call.status != 429 else "not_admitted"
         if name is None:
             return
-        reported = attempts.reported or (None, None, None)
+        reported = call.usage or (None, None, None)
         output = reported[2]
-        ended = EndedRequest(
-            request, captured.prompt, captured.body_bytes, name, now_s,
-            attempts.expected_output if output is None else output, output is None, reported,
+        ended = CapturedCall(
+            request, request.session_key(), call.kept.prompt, call.kept.body_bytes, name, call.ended_s,
+            expected_output if output is None else output, output is None, reported,
         )  # fmt: skip
-        if attempts.tried:
-            ticket = attempts.ticket
-            if isinstance(ticket, Dispatch):
-                ended.predicted = ticket.cached
-            ended.node, ended.attempts, ended.first_token_s = ticket.node.name, attempts.tried, ticket.first_token_s
+        if name != "not_admitted" and call.end is not None and history is not None:
+            _, node, ended.attempts, _, ended.first_token_s, _ = call.end
+            ended.node, ended.predicted = node.name, history.predicted
         self.add(ended)
 
-    def add(self, ended: EndedRequest) -> None:
+    def client_left(self, request: RoutingRequest, kept: Kept, expected_output: float, now_s: float) -> None:
+        """Add a request whose client left before it asked for a node."""
+        self.add(
+            CapturedCall(
+                request, request.session_key(), kept.prompt, kept.body_bytes, "cancelled", now_s, expected_output, True
+            )
+        )
+
+    def add(self, ended: CapturedCall) -> None:
         """Add a request to all captures, or count it as dropped if too many wait for the thread."""
         pending = self._pending
         if len(pending) >= MAX_PENDING or self._pending_bytes > MAX_PENDING_BYTES:
@@ -436,13 +435,13 @@ class Capture:
         except TimeoutError:
             log.error("capture_close_timed_out", "The disk is too slow; the last requests are not written.")
 
-    def _write(self, ended: list[EndedRequest], targets: tuple[_Target, ...]) -> None:
+    def _write(self, ended: list[CapturedCall], targets: tuple[_Target, ...]) -> None:
         with self._write_lock:
             for at in range(0, len(ended), WRITE_REQUESTS):
                 for target in targets:
                     self._write_to(target, ended[at : at + WRITE_REQUESTS])
 
-    def _write_to(self, target: _Target, ended: list[EndedRequest]) -> None:
+    def _write_to(self, target: _Target, ended: list[CapturedCall]) -> None:
         counters, run = self._counters, target.run
         before = run.requests
         try:

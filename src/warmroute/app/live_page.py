@@ -16,12 +16,14 @@ import msgspec
 from warmroute import __version__, build
 from warmroute.app.alerts import Alerts, describe_alert
 from warmroute.app.history import COARSE_S, FINE_S, History, Point, Sums, Window, sums_of
+from warmroute.app.journal import describe, describe_failed, describe_last_failure
 from warmroute.config.routing import PRIORITY_NAMES
 from warmroute.core.cache_view import CacheView
+from warmroute.core.calls import Call
 from warmroute.core.fleet import Fleet
 from warmroute.core.health import HealthState
 from warmroute.core.hot_prefixes import PopularPrefix
-from warmroute.core.last_decisions import Entry, Journal, describe_last_failure
+from warmroute.core.last_decisions import LastDecisions
 from warmroute.core.messages import Outcome
 from warmroute.core.node import Node
 from warmroute.core.node_cache import NodeCache
@@ -64,7 +66,7 @@ class LiveSnapshot:
         history: History,
         alerts: Alerts,
         client_errors: ClientErrors,
-        journal: Journal,
+        decisions: LastDecisions,
         describe_policy: Callable[[], str],
         describe_reload: Callable[[], dict[str, Any] | None],
         describe_scaling: Callable[[], dict[str, Any]],
@@ -78,7 +80,7 @@ class LiveSnapshot:
         self.history = history
         self._alerts = alerts
         self._client_errors = client_errors
-        self._journal = journal
+        self._decisions = decisions
         self._describe_policy = describe_policy
         self._describe_reload = describe_reload
         self._describe_scaling = describe_scaling
@@ -106,7 +108,7 @@ class LiveSnapshot:
                 "policy": self._describe_policy(),
                 "started": round(wall_s + self._started_s),
                 "models": list(self._fleet.models),
-                "journal": self._journal.on and bool(self._journal.config.max_decisions),
+                "journal": self._decisions.on and bool(self._decisions.config.max_decisions),
             },
             "totals": _describe_sums(sums_of(self._traffic.total), now_s - self._started_s),
             "window": _describe_sums(window.total, window.seconds),
@@ -132,7 +134,7 @@ class LiveSnapshot:
             "alerts": [describe_alert(alert, wall_s) for alert in self._alerts.current],
             "ended_alerts": [describe_alert(alert, wall_s) for alert in self._alerts.ended[:SHOWN_ENDED_ALERTS]],
             "failed_requests": [
-                self._journal.describe_failed(entry) for entry in self._journal.latest_failed(MAX_FAILED_REQUESTS)
+                describe_failed(call, wall_s) for call in self._decisions.latest_failed(MAX_FAILED_REQUESTS)
             ],
         }
 
@@ -159,15 +161,16 @@ class LiveSnapshot:
             for point in points
         ]
 
-    def ended_since(self, ended_s: float, limit: int, search: int = 64) -> list[Entry]:
-        """Return the latest entries of requests that ended after this time, the oldest first. Of many, a few."""
-        ended = [entry for entry in self._journal.latest(search) if entry.end is not None and entry.end[5] > ended_s]
-        ended.sort(key=lambda entry: entry.end[5] if entry.end is not None else 0.0)
+    def ended_since(self, ended_s: float, limit: int, search: int = 64) -> list[Call]:
+        """Return the latest calls that ended after this time, the oldest first. Of many, a few."""
+        ended = [call for call in self._decisions.latest(search) if call.end is not None and call.end[5] > ended_s]
+        ended.sort(key=lambda call: call.end[5] if call.end is not None else 0.0)
         return ended[:: max(1, len(ended) // limit)][-limit:] if ended else []
 
-    def describe_decisions(self, entries: Iterable[Entry]) -> list[dict[str, Any]]:
+    def describe_decisions(self, calls: Iterable[Call]) -> list[dict[str, Any]]:
         """Return the decisions with all prices. This takes about 100 µs each."""
-        return [self._journal.describe(entry) for entry in entries]
+        wall_s = time.time() - self._now()
+        return [describe(call, wall_s) for call in calls]
 
     def _describe_queue(self, window: Window, now_s: float) -> dict[str, Any]:
         queue = self._queue
@@ -191,7 +194,7 @@ class LiveSnapshot:
             pending = list(waiting.waiting.values())
             found["waiting"] += len(pending)
             if pending:
-                found["oldest_s"] = round(now_s - pending[0].pending.request.arrived_s, 1)
+                found["oldest_s"] = round(now_s - pending[0].call.request.arrived_s, 1)
         for pending_request in list(queue.waiting_for_first_node.values()):
             request = pending_request.request
             found = row(request.priority, request.tenant)
@@ -416,7 +419,7 @@ class LiveFeed:
         async with self._lock:
             snapshot, history = self._snapshot, self._snapshot.history
             state = snapshot.read_on_loop()
-            entries = snapshot.ended_since(self._ended_s, DECISIONS_PER_UPDATE)
+            calls = snapshot.ended_since(self._ended_s, DECISIONS_PER_UPDATE)
             fine = history.fine[-1] if history.fine else None
             coarse = history.coarse[-1] if history.coarse else None
             points = (
@@ -424,33 +427,33 @@ class LiveFeed:
                 [coarse] if coarse is not None and coarse is not self._sent_coarse else [],
             )
             render = self._render_update
-            event, sections = await asyncio.get_running_loop().run_in_executor(None, render, state, entries, points)
+            event, sections = await asyncio.get_running_loop().run_in_executor(None, render, state, calls, points)
             # From here on nothing is awaited: what counts as sent is sent, also if a viewer left meanwhile.
             self._sent, self._sent_fine, self._sent_coarse = sections, fine, coarse
-            if entries:
-                self._ended_s = max(entry.end[5] for entry in entries if entry.end is not None)
+            if calls:
+                self._ended_s = max(call.end[5] for call in calls if call.end is not None)
             self._viewers.send(event)
 
     def _render_update(
-        self, state: LoopState, entries: list[Entry], points: tuple[list[Point], list[Point]]
+        self, state: LoopState, calls: list[Call], points: tuple[list[Point], list[Point]]
     ) -> tuple[bytes, dict[str, bytes]]:
         snapshot = self._snapshot
         sections = {name: msgspec.json.encode(section) for name, section in snapshot.sections(state).items()}
         changed = {name: section for name, section in sections.items() if self._sent.get(name) != section}
         fine, coarse = points
         more: dict[str, Any] = {"fine": snapshot.describe_points(fine), "coarse": snapshot.describe_points(coarse)}
-        if entries:
-            more["decisions"] = snapshot.describe_decisions(entries)
+        if calls:
+            more["decisions"] = snapshot.describe_decisions(calls)
         return _event("update", changed, more), sections
 
     async def _send_snapshot(self, responder: Responder) -> None:
         """Bring the other viewers up to date, so that all have the same sections, and send all to a new one."""
         await self.send_update()
         async with self._lock:
-            sections, entries = self._sent, self._snapshot.ended_since(-1e9, FIRST_DECISIONS)
+            sections, calls = self._sent, self._snapshot.ended_since(-1e9, FIRST_DECISIONS)
 
             def render() -> bytes:
-                described = self._snapshot.describe_decisions(entries)
+                described = self._snapshot.describe_decisions(calls)
                 return _event(
                     "snapshot", sections, {"history": self._snapshot.describe_history(), "decisions": described}
                 )

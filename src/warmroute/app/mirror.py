@@ -19,10 +19,10 @@ from typing import Final
 import msgspec
 
 from warmroute._kernel import MAX_LOOP_BYTES, Outline, RequestHead
-from warmroute.app.capture import Capture, EndedRequest, Sink
+from warmroute.app.capture import Capture, CapturedCall, Sink
 from warmroute.config import Capture as CaptureConfig
 from warmroute.config import Config
-from warmroute.core.fleet import Fleet
+from warmroute.core.messages import Tables
 from warmroute.core.output_length import OutputLengthEstimate
 from warmroute.core.rate_limits import RateLimits
 from warmroute.core.traffic import Counters
@@ -43,6 +43,8 @@ log = EventLog("warmroute.capture")
 MAX_UNREAD_REQUESTS: Final = 1024
 """Answered requests that wait until their prompt is read. Further ones are dropped."""
 BYTES_PER_TOKEN: Final = 4
+_NO_NODES: Final = Tables()
+"""A mirror sends no request anywhere, so it knows no fleet."""
 
 
 class _Message(msgspec.Struct, gc=False):
@@ -60,7 +62,7 @@ class Mirror:
         self.counters = Counters()
         self._output_tokens = output_tokens
         self._output_lengths = OutputLengthEstimate()
-        self._requests = RequestBuilder(config, Fleet(config.health), self._now, RateLimits((), self._now()))
+        self._requests = RequestBuilder(config, self._now, RateLimits((), self._now()).of)
         self._registry = TokenizerRegistry(config.prompts, config.models, locate=find_tokenizer_files)
         self._prompt_reader = PromptReader(self._registry, config.prompts, self.counters)
         self._body_scanner = BodyScanner()
@@ -148,7 +150,7 @@ class Mirror:
         now_s = self._now()
         scanned = await self._body_scanner.scan(path, head.content_type, body)
         scanned.engine_field = None  # no engine gets this request
-        request = self._requests.build(head, path, scanned, rights)
+        request = self._requests.build(head, path, scanned, rights, _NO_NODES)
         request.tenant, request.arrived_s = tenant, now_s
         future: asyncio.Future[Prompt | None] = asyncio.get_running_loop().create_future()
         not_read = self.counters.prompts_not_tokenized
@@ -167,8 +169,11 @@ class Mirror:
         else:
             output = min(self._output_tokens, limit or self._output_tokens)
         self.capture.add(
-            EndedRequest(request, prompt, len(body), "mirrored", now_s, output, True, answer_tokens=answer)
-        )
+            CapturedCall(
+                request, request.session_key(), prompt, len(body), "mirrored", now_s, output, True,
+                answer_tokens=answer,
+            )
+        )  # fmt: skip
 
 
 def _last_answer_tokens(body: bytes, outline: Outline | None, prompt: Prompt | None) -> int:

@@ -1,5 +1,7 @@
 """Sends spans with OpenTelemetry's SDK: OTLP over HTTP, as protobuf. Needs the extra `otel`.
 
+The only file that imports OpenTelemetry, and itself imported only if tracing is on.
+
 The SDK's exporter reads the standard variables: OTEL_EXPORTER_OTLP_ENDPOINT, …_HEADERS, …_TIMEOUT, …_COMPRESSION and
 …_CERTIFICATE, each also for traces alone, OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES.
 """
@@ -22,12 +24,11 @@ from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, Trace
 from opentelemetry.util.re import parse_env_headers
 
 from warmroute import __version__
-from warmroute.app.tracing import Span, build_spans
+from warmroute.app.tracing import MAX_REASON_CHARACTERS, EndedTrace, Span, build_spans
 from warmroute.config import Tracing as TracingConfig
-from warmroute.edge.trace_context import EndedTrace, RandomBits
+from warmroute.edge.trace_context import RandomBits
 
 TRACES_PATH: Final = "/v1/traces"
-MAX_REASON_CHARACTERS: Final = 200
 _KINDS: Final = {"internal": SpanKind.INTERNAL, "server": SpanKind.SERVER, "client": SpanKind.CLIENT}
 _UNSET: Final = Status(StatusCode.UNSET)
 
@@ -42,7 +43,7 @@ class _LastMessage(logging.Handler):
 
 
 class OtlpSender:
-    """Implements trace_exporter.SpanSender."""
+    """Implements tracing.SpanSender."""
 
     def __init__(self, config: TracingConfig, random_bits: RandomBits) -> None:
         self._random_bits = random_bits
@@ -60,7 +61,7 @@ class OtlpSender:
         spans = [
             self._readable(trace, span, state)
             for trace in traces
-            for state in (_trace_state(trace.tracestate),)
+            for state in (_trace_state(trace.edge.tracestate),)
             for span in build_spans(trace, self._random_bits)
         ]
         self._log.text = ""
@@ -72,11 +73,12 @@ class OtlpSender:
         self._exporter.shutdown()  # type: ignore[no-untyped-call]
 
     def _readable(self, trace: EndedTrace, span: Span, state: TraceState | None) -> ReadableSpan:
-        trace_id, flags = int(trace.context.trace_id, 16), TraceFlags(trace.context.flags)
+        edge = trace.edge
+        trace_id, flags = int(edge.context.trace_id, 16), TraceFlags(edge.context.flags)
         context = SpanContext(trace_id, int(span.span_id, 16), False, flags, state)
         parent = None
         if span.parent_id:
-            parent = SpanContext(trace_id, int(span.parent_id, 16), span.parent_id == trace.parent_id, flags, state)
+            parent = SpanContext(trace_id, int(span.parent_id, 16), span.parent_id == edge.parent_id, flags, state)
         offset_s = trace.wall_offset_s
         return ReadableSpan(
             name=span.name,

@@ -13,7 +13,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from math import ceil
 from typing import Any, Final
 
@@ -22,11 +22,9 @@ from warmroute.app.alert_webhook import AlertWebhook
 from warmroute.app.alerts import Alerts, describe_alert
 from warmroute.app.history import FINE_S, History
 from warmroute.config import ConfigError, Shutdown
-from warmroute.core.admission import TICK_S, Admission
-from warmroute.core.brain import Dispatcher
 from warmroute.core.cache_view import CacheView
-from warmroute.core.fleet import Fleet
-from warmroute.core.overdue import CHECK_S
+from warmroute.core.failed_tries import FailedTryLog
+from warmroute.core.messages import DUE, Event
 from warmroute.event_log import EventLog, where_it_failed
 from warmroute.prompt.registry import TokenizerRegistry
 
@@ -146,6 +144,11 @@ class Systemd:
 
 # Work that the router does every few milliseconds, apart from requests, and the log of what fails there.
 
+TICK_S = 0.05
+MIN_TICK_S = 0.005
+WRITE_CALLS_S = 0.05
+FAILED_TRIES_S = 0.2
+"""By then the rest of an error's body has arrived."""
 CLEAN_UP_S = 0.25
 ALERTS_S = 2.0
 COLLECT_S = 60.0
@@ -178,27 +181,30 @@ async def run_garbage_collection() -> None:
         pause_s = max(COLLECT_S, (time.thread_time() - began_s) / MAX_COLLECT_SHARE)
 
 
-async def run_admission(admission: Admission, dispatcher: Dispatcher, fleet: Fleet) -> None:
-    """Send waiting requests to nodes that got room without an event: after a poll, or because they are new. End what
-    is late."""
+async def run_brain(tell: Callable[[Event], object], next_due_s: Callable[[], float]) -> None:
+    """Tell the brain that time passes: calls that wait get nodes that have room by a poll, or because they are new;
+    what is late ends, and what is overdue is sent to another node."""
     while True:
-        await asyncio.sleep(TICK_S)
+        await asyncio.sleep(min(TICK_S, max(MIN_TICK_S, next_due_s() - time.monotonic())))
         try:
-            admission.tick(list(fleet), time.monotonic())
-            dispatcher.deadlines.check(time.monotonic())
+            tell(DUE)
         except Exception:
             log.exception("admission_tick_failed", "The router tries again.")
 
 
-async def run_hedging(dispatcher: Dispatcher) -> None:
-    """Send requests that are overdue, or whose node went down, to other nodes. Log what failed at nodes."""
+async def run_ended_calls(write: Callable[[], object], failed_tries: FailedTryLog) -> None:
+    """Write down calls that have ended, and log what failed at nodes."""
+    log_s = 0.0
     while True:
-        await asyncio.sleep(CHECK_S)
+        await asyncio.sleep(WRITE_CALLS_S)
         try:
-            dispatcher.tick(time.monotonic())
-            dispatcher.failed_tries.write(time.monotonic())
+            write()
+            now_s = time.monotonic()
+            if now_s >= log_s:
+                log_s = now_s + FAILED_TRIES_S
+                failed_tries.write(now_s)
         except Exception:
-            log.exception("hedging_failed", "The router tries again.")
+            log.exception("clean_up_failed", "The router tries again.")
 
 
 async def run_clean_up(cache_view: CacheView, tokenizer_registry: TokenizerRegistry) -> None:

@@ -127,20 +127,22 @@ class ConfigReload:
             logs.set_up(config.log, service.worker.seat.number if service.worker is not None else None)
         if config.shutdown != before.shutdown:
             reconfigure_exit(config.shutdown)
-        service.journal.reconfigure(config.journal)
+        service.last_decisions.reconfigure(config.journal)
         service.capture.reconfigure(config.capture)
         if config.islands != before.islands or config.island_affinity != before.island_affinity:
             service.fleet.islands.reconfigure(config.islands, config.island_affinity)
         if config.scaling.enabled and service.scaling is not None:
             service.scaling.reconfigure(config)
         service.fleet.outlier_detection.config = config.outlier_detection
+        service.rate_limits.reconfigure(config.keys, time.monotonic())
+        service.brain.reconfigure(config.upstream.max_attempts, config.hedging)
         service.proxy.reconfigure(config)
-        service.set_prompt_doctor(config.prompt_doctor.enabled)
+        service.ended_calls.reconfigure(config)
         service.watcher.reconfigure(config)
         changed = service.nodes.reconfigure(config.nodes, config.health)
         service.watcher.attach_stores()
         service.discovery.reconfigure(config.discovery)
-        service.pools.drop_changed_keys()
+        service.pools.drop_changed_keys(service.fleet)
         return changed
 
     def needs_restart(self) -> list[str]:

@@ -16,16 +16,19 @@ from typing import Any, Final, Protocol
 
 from warmroute.app.admin import AdminApi, CaptureStreams, Decisions
 from warmroute.app.alert_webhook import create_webhook
-from warmroute.app.alerts import Alerts, FleetAlerts, Rejections, discovery_alerts
+from warmroute.app.alerts import Alerts, FleetAlerts, Rejections, client_error_alerts, discovery_alerts
 from warmroute.app.capture import Capture, record_recent_traffic
+from warmroute.app.ended_calls import EndedCalls
 from warmroute.app.history import History, ScalingChange
 from warmroute.app.hit_rate import CacheChanges, Causes, HitRateAlerts
+from warmroute.app.journal import JournalFile
 from warmroute.app.live_page import LiveFeed, LiveSnapshot
 from warmroute.app.metrics.exposition import Scrapes
 from warmroute.app.metrics.page import (
     DiscoveryMetrics,
     HitRateMetrics,
     InferencePoolMetrics,
+    ListenerMetrics,
     MetricsPage,
     QueueMetrics,
     RouterMetrics,
@@ -41,10 +44,10 @@ from warmroute.app.process import (
     guard_exit,
     log_loop_error,
     log_unraisable,
-    run_admission,
+    run_brain,
     run_clean_up,
+    run_ended_calls,
     run_garbage_collection,
-    run_hedging,
     run_history,
 )
 from warmroute.app.prompt_doctor import PromptDoctor
@@ -59,13 +62,17 @@ from warmroute.app.workers.worker import Worker
 from warmroute.config import Config, ConfigError, Health, Limits, NodeConfig
 from warmroute.config.nodes import Role
 from warmroute.core.admission import Admission
+from warmroute.core.brain import Brain
 from warmroute.core.cache_view import CacheView
 from warmroute.core.cluster.shared_nodes import SharedNodes
 from warmroute.core.fleet import Fleet
 from warmroute.core.health import CHECKS_TIME_OUT, HealthState
-from warmroute.core.last_decisions import Journal
+from warmroute.core.last_decisions import LastDecisions
+from warmroute.core.messages import DUE
 from warmroute.core.node import Node
+from warmroute.core.rate_limits import RateLimits
 from warmroute.core.router import Router
+from warmroute.core.tables import FleetTables
 from warmroute.core.traffic import Counters, Traffic
 from warmroute.edge.async_handler import AsyncHandler
 from warmroute.edge.client_connection import Listener
@@ -198,6 +205,7 @@ class NodeSet:
             )  # fmt: skip
         else:
             log.info("node_undrained", "It gets requests again.", node=node.name)
+            self._service.wake()
         return node
 
     def set_role(self, name: str, role: Role) -> Node:
@@ -206,6 +214,7 @@ class NodeSet:
         node = self._service.fleet.set_role(name, role)
         if before != role:
             log.info("node_role_changed", "Its requests continue.", node=node.name, role=role, previous=before)
+            self._service.wake()
         return node
 
     def reconfigure(self, nodes: Sequence[NodeConfig], health: Health) -> tuple[int, int]:
@@ -221,7 +230,7 @@ class NodeSet:
 
     def _forget(self, node: Node) -> None:
         service = self._service
-        service.proxy.dispatcher.leave(node, "the node was removed")
+        service.proxy.tell(DUE)  # requests without a response leave it
         service.watcher.unwatch(node)
         service.cache_view.remove_node(node.name)
         service.tokenizer_registry.remove_node(node.name)
@@ -293,27 +302,38 @@ class Service:
         self.tokenizer_registry = TokenizerRegistry(config.prompts, config.models, locate=find_tokenizer_files)
         self.prompt_reader = PromptReader(
             self.tokenizer_registry, config.prompts, self.counters, self._fetch_tokens,
-            is_served=lambda model: self.fleet.group(model) is not None,
+            is_served=self._is_served,
         )  # fmt: skip
         self.router = Router(self.fleet, self.cache_view, config.routing, config.price, config.routes)
         self.admission = Admission(self.router, config.admission, config.routes)
+        self.rate_limits = RateLimits(config.keys, now())
+        self.traffic = Traffic()
+        self.last_decisions = LastDecisions(config.journal, self.counters)
+        self.journal_file = JournalFile(self.last_decisions, self.counters, now)
+        self.brain = Brain(
+            self.fleet, self.router, self.admission, self.counters, rate_limits=self.rate_limits, traffic=self.traffic,
+            journal=self.last_decisions, max_attempts=config.upstream.max_attempts, hedging=config.hedging,
+            ticks_always=True,
+        )  # fmt: skip
+        self.fleet.observe_health(lambda _node, _before: self.wake())
+        self._waking = False
         self.timers = TimerWheel(now)
         self.plain_sockets = PlainSockets()
         self.pools = ConnectionPools(config.upstream, self.timers, self.plain_sockets)
-        self.journal = Journal(config.journal, self.counters, now)
         self.capture = Capture(config.capture, self.counters, now)
-        self.proxy = Proxy(
-            config, self.fleet, self.router, self.admission, self.prompt_reader, self.pools, self.counters,
-            self.journal, self.capture, now, KV_TRANSFERS,
-        )  # fmt: skip
-        tracing = create_tracing(config.tracing, self.counters, lambda model: self.fleet.group(model) is not None)
-        if tracing is not None:
-            self.proxy.tracing = tracing[0]
+        tracing = create_tracing(config.tracing, self.counters)
+        self.trace_sampling = tracing[0] if tracing is not None else None
         self._trace_exporter = tracing[1] if tracing is not None else None
-        self.traffic = Traffic()
-        self.proxy.dispatcher.request_completed = self.traffic.request_completed
         self.prompt_doctor = PromptDoctor(self.traffic.requests, self._looks_up_caches, now)
-        self.set_prompt_doctor(config.prompt_doctor.enabled)
+        self.ended_calls = EndedCalls(
+            config, self.capture, self.prompt_doctor, self._trace_exporter, self.router.output_lengths, self._is_served
+        )
+        brain, tables = self.brain, FleetTables(self.fleet, self.router, self.admission)
+        self.proxy = Proxy(
+            config, brain.handle, lambda: brain.due_now, tables.current, self.rate_limits.of, self.prompt_reader,
+            self.pools, self.counters, keep=self.ended_calls.keep, tracing=self.trace_sampling,
+            kv_transfers=KV_TRANSFERS, now=now,
+        )  # fmt: skip
         self.listener = Listener(self.proxy, config.limits, self.timers, WRONG_KEY_DELAY_S)
         node_client = NodeClient(self.pools)
         self.watcher = NodeWatcher(
@@ -345,7 +365,7 @@ class Service:
         hit_rates = HitRateAlerts(self.traffic, changes, causes, lambda: self.prompt_doctor.findings)
         self.rejections = Rejections(self.counters)
         self.alerts = Alerts(
-            self.proxy.client_errors,
+            lambda now_s: client_error_alerts(self.proxy.client_errors, now_s),
             FleetAlerts(self.fleet, self.cache_view),
             self.rejections,
             hit_rates,
@@ -370,13 +390,14 @@ class Service:
                     self.config_reload.reloads,
                     self.loop_delay,
                     self.alerts,
-                    self.proxy.dispatcher.decisions,
+                    self.brain.decisions,
                     self.alert_webhook,
+                    self.trace_sampling,
                 ),
                 DiscoveryMetrics(self.discovery.stats),
                 ClusterMetrics(lambda: self.member.figures() if self.member is not None else None),
                 InferencePoolMetrics(self.fleet, lambda: self.admission.queue.waiting, lambda: pool_name(self)),
-                self.listener.add_metrics,
+                ListenerMetrics(self.listener),
                 add_process_metrics,
             ),
         )
@@ -385,13 +406,13 @@ class Service:
         self.history = History(self.traffic, self.counters, self.fleet, lambda: queue.waiting, self._last_scaling)
         snapshot = LiveSnapshot(
             self.fleet, self.cache_view, queue, self.traffic, self.history, self.alerts,
-            self.proxy.client_errors, self.journal,
+            self.proxy.client_errors, self.last_decisions,
             lambda: self.config.routing.policy, self.config_reload.describe_last, self.describe_scaling,
             self.describe_prompts, now,
         )  # fmt: skip
         self.live_feed = LiveFeed(snapshot)
         self.describe_alerts = snapshot.describe_alerts
-        decisions = Decisions(self.journal, self.proxy)
+        decisions = Decisions(self.last_decisions, self.proxy, self.brain)
         admin = AdminApi(
             self.fleet, self.cache_view, self.scrapes, decisions, self.live_feed, CaptureStreams(self.capture), self,
             config.admin.token_sha256 if worker is None else "",
@@ -402,7 +423,6 @@ class Service:
         self.drain_node, self.set_role = self.shared_nodes.drain_node, self.shared_nodes.set_role_by_hand
         self.reload, self.describe_reload = self.config_reload.reload, self.config_reload.describe
         self.readiness = self.proxy.own_endpoints.readiness
-        self.proxy.own_endpoints.waits_for_first_node = lambda: self.admission.without_node.first_node_wait_s > 0
         self.describe_discovery = self.discovery.describe
         self.picker = create_picker(self) if create_picker is not None else None
         self.clients: Clients = self.picker or self.listener
@@ -444,6 +464,25 @@ class Service:
         served = self.fleet.models_ever_served
         return not served or model in served or any(one.name == model for one in self.config.models)
 
+    def _is_served(self, model: str) -> bool:
+        return self.fleet.group(model) is not None
+
+    def wake(self) -> None:
+        """Something has changed apart from requests: let the brain act on it in this turn of the event loop."""
+        if self.brain.due_now and not self._waking:
+            self._waking = True
+            asyncio.get_running_loop().call_soon(self._tell_due)
+
+    def _tell_due(self) -> None:
+        self._waking = False
+        self.proxy.tell(DUE)
+
+    def write_ended_calls(self) -> None:
+        """Write down what is to be kept of the requests that have ended since the last call."""
+        ended = list(self.brain.ended)
+        self.brain.ended.clear()
+        self.ended_calls.write(ended, self.proxy.take_ended_early(), time.monotonic())
+
     def describe_scaling(self) -> dict[str, Any]:
         return self.scaling.describe() if self.scaling is not None else {"enabled": False}
 
@@ -473,12 +512,6 @@ class Service:
     def _last_scaling(self) -> ScalingChange | None:
         last = self.scaling.autoscaler.last_decision if self.scaling is not None else None
         return None if last is None else ScalingChange(last.at_s, last.nodes, last.desired_nodes, last.reasons)
-
-    def set_prompt_doctor(self, enabled: bool) -> None:
-        """Turn the sampling of prompts on or off. Without it, the doctor forgets what it has."""
-        self.proxy.sample_prompt = self.prompt_doctor.samples.offer if enabled else None
-        if not enabled:
-            self.prompt_doctor.forget()
 
     def describe_prompts(self, show_text: bool = False) -> dict[str, Any]:
         return self.prompt_doctor.describe(time.time() - time.monotonic(), show_text)
@@ -515,10 +548,10 @@ class Service:
             loop.create_task(self.loop_delay.run()),
             loop.create_task(run_clean_up(self.cache_view, self.tokenizer_registry)),
             loop.create_task(run_garbage_collection()),
-            loop.create_task(run_admission(self.admission, self.proxy.dispatcher, self.fleet)),
-            loop.create_task(run_hedging(self.proxy.dispatcher)),
+            loop.create_task(run_brain(self.proxy.tell, lambda: self.brain.next_due_s)),
+            loop.create_task(run_ended_calls(self.write_ended_calls, self.brain.failed_tries)),
             loop.create_task(self.model_watch.run()),
-            loop.create_task(self.journal.run()),
+            loop.create_task(self.journal_file.run()),
             loop.create_task(self.capture.run()),
             loop.create_task(run_history(self.history, self.alerts, self.alert_webhook)),
             loop.create_task(self.prompt_doctor.run()),
@@ -635,8 +668,9 @@ class Service:
         self.pools.close()
         for task in self._tasks:
             task.cancel()
-        self.proxy.dispatcher.failed_tries.write()
-        await self.journal.close()
+        self.brain.failed_tries.write()
+        self.write_ended_calls()
+        await self.journal_file.close()
         await self.capture.close()
         if self._trace_exporter is not None:
             await self._trace_exporter.close()

@@ -1,7 +1,20 @@
-"""OpenTelemetry traces: the spans of requests that have ended, sent by OTLP.
+"""OpenTelemetry traces: the spans of a request that has ended, and the thread that exports them.
 
-While a request runs, the router only keeps times (edge/trace_context.py). Spans are built after its end, in the
-exporter's thread.
+    POST /v1/chat/completions     the request: SERVER
+      read                        from the end of its head to the end of its body
+      prompt                      until its prompt is read
+      queue                       until it leaves the admission queue, if it was in it
+      decide                      the decision, with the terms of the chosen node's price
+      attempt                     on one node: CLIENT; several after a failure or with a hedge
+        first_token               until the first token
+        response                  from the first token to the end
+
+Attributes are those of OpenTelemetry's conventions for HTTP and generative AI where they exist, else `warmroute.…`.
+They are numbers, names and ids, never anything of a prompt.
+
+While a request runs, edge and core only keep times. A thread builds the spans and sends them to the collector, in
+batches (app/otlp.py). If the collector is slow, down or rejects them, the router drops traces, counts them, and logs
+the first failure of a row. Requests never wait for it.
 """
 
 from __future__ import annotations
@@ -14,30 +27,21 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from random import Random
-from typing import Any, Final, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Protocol
 
 from warmroute.config import Tracing as TracingConfig
 from warmroute.config import missing_extra
 from warmroute.config.routing import PRIORITY_NAMES
-from warmroute.core.decision_record import TERMS
-from warmroute.core.messages import Outcome
+from warmroute.core.decision_record import TERMS, Price
+from warmroute.core.messages import ClosedTry, Left, Outcome, Role, RoutingRequest, Usage
 from warmroute.core.traffic import Counters
-from warmroute.edge.trace_context import EndedAttempt, EndedDecision, EndedTrace, RandomBits, Tracing, new_span_id
+from warmroute.edge.trace_context import EdgeTrace, EndedEarly, RandomBits, TraceSampling, new_span_id
 from warmroute.event_log import EventLog, where_it_failed
 
-# Builds the spans of a request that has ended.
-#
-#     POST /v1/chat/completions     the request: SERVER
-#       read                        from the end of its head to the end of its body
-#       prompt                      until its prompt is read
-#       queue                       until it leaves the admission queue, if it was in it
-#       decide                      the decision, with the terms of the chosen node's price
-#       attempt                     on one node: CLIENT; several after a failure or with a hedge
-#         first_token               until the first token
-#         response                  from the first token to the end
-#
-# Attributes are those of OpenTelemetry's conventions for HTTP and generative AI where they exist, else `warmroute.…`.
-# They are numbers, names and ids, never anything of a prompt.
+if TYPE_CHECKING:
+    from warmroute.core.calls import Call
+
+log = EventLog("warmroute.tracing")
 
 MAX_REASON_CHARACTERS: Final = 200
 _OPERATIONS: Final = {
@@ -48,9 +52,107 @@ _OPERATIONS: Final = {
     "/v1/embeddings": "embeddings",
 }
 """`gen_ai.operation.name` by path."""
+_ERRORS: Final = {
+    Left.LEFT: (0, ""), Left.INTERNAL: (500, "internal_error"), Left.STOPPING: (503, "router_stopping"),
+    Left.CUT: (0, "deadline_exceeded"),
+}  # fmt: skip
+"""What the client got, by why the edge ended the call. The status counts where no response had begun."""
 _TERM_NAMES: Final = [(term, f"warmroute.price.{term}_ms") for term in TERMS]
 
 Attributes = dict[str, str | int | float | bool]
+
+
+class TracedRequest(NamedTuple):
+    request_id: bytes
+    arrived_s: float
+    """When its body was read and scanned."""
+    model: str
+    """Empty if no node serves it: then it is only what the client typed."""
+    tenant: str
+    route: str
+    priority: int
+    streams: bool
+    max_output_tokens: int | None
+
+
+class TracedDecision(NamedTuple):
+    decided_s: float
+    """When the router began to decide: at once, or when the request left the queue."""
+    policy: str
+    reason: str
+    node: str
+    island: str
+    candidates: int
+    prompt_tokens: int
+    cached_tokens: int
+    price: Price | None
+
+
+class EndedTrace(NamedTuple):
+    """All that the spans of a request are built from, in numbers and names: prompts and their blocks are not kept until
+    the export. Times are on the router's clock."""
+
+    edge: EdgeTrace
+    wall_offset_s: float
+    """What turns a time of the router's clock into Unix time."""
+    ended_s: float
+    status: int
+    """What the client got; 0: nothing."""
+    error: str
+    """The code of the error that the client got."""
+    client_left: bool
+    request: TracedRequest | None
+    """None if the body was rejected."""
+    entered_s: float = 0.0
+    """When the prompt was read, and the request asked for a node; 0 if it never did."""
+    queue_length: int = 0
+    """Requests that waited in the admission queue when this one came."""
+    queued: bool = False
+    decision: TracedDecision | None = None
+    tries: tuple[ClosedTry, ...] = ()
+    """In the order in which they were opened."""
+    usage: Usage = (None, None, None)
+
+
+def trace_of_call(edge: EdgeTrace, call: Call, is_served: bool, wall_offset_s: float) -> EndedTrace:
+    """Return the trace of a call that has ended. `is_served`: whether a node serves its model."""
+    history, record = call.history, call.record
+    assert history is not None
+    decision = None
+    if record is not None:
+        decision = TracedDecision(
+            history.decided_s, record.policy, record.reason, record.node.name, record.node.island, record.considered,
+            record.tokens, round(record.cached), record.price,
+        )  # fmt: skip
+    tries = tuple(sorted(history.tries, key=lambda one: one.opened_s))
+    status, error = call.status, call.code
+    if call.left is not None and not error:
+        of_edge, error = _ERRORS[call.left]
+        status = status or of_edge
+    elif call.outcome is Outcome.BROKEN:
+        error = "upstream_broken"
+    return EndedTrace(
+        edge, wall_offset_s, call.ended_s, status, error, call.left is Left.LEFT,
+        _traced_request(call.request, call.request_id, is_served), call.entered_s, history.queue_length, history.queued,
+        decision, tries, call.usage or (None, None, None),
+    )  # fmt: skip
+
+
+def trace_of_request(ended: EndedEarly, edge: EdgeTrace, is_served: bool, wall_offset_s: float) -> EndedTrace:
+    """Return the trace of a request that ended before it asked for a node. `is_served`: as above."""
+    request = ended.request
+    traced = _traced_request(request, ended.request_id, is_served) if request is not None else None
+    return EndedTrace(edge, wall_offset_s, ended.ended_s, ended.status, ended.error, ended.client_left, traced)
+
+
+def _traced_request(request: RoutingRequest, request_id: bytes, is_served: bool) -> TracedRequest:
+    return TracedRequest(
+        request_id, request.arrived_s, request.model if is_served else "", request.tenant, request.route,
+        request.priority, request.streams, request.max_output_tokens,
+    )  # fmt: skip
+
+
+# Spans.
 
 
 class Span(NamedTuple):
@@ -67,7 +169,8 @@ class Span(NamedTuple):
 
 
 def build_spans(trace: EndedTrace, random_bits: RandomBits) -> Iterator[Span]:
-    root_id = trace.context.span_id
+    edge = trace.edge
+    root_id = edge.context.span_id
     yield _request_span(trace)
 
     def stage(name: str, start_s: float, end_s: float, attributes: Attributes, parent_id: bytes = root_id) -> Span:
@@ -75,11 +178,11 @@ def build_spans(trace: EndedTrace, random_bits: RandomBits) -> Iterator[Span]:
 
     request, decision, entered_s = trace.request, trace.decision, trace.entered_s
     read_s = request.arrived_s if request is not None else trace.ended_s
-    yield stage("read", trace.started_s, read_s, {})
+    yield stage("read", edge.started_s, read_s, {})
     if request is not None:
         yield stage("prompt", read_s, entered_s or trace.ended_s, {})
     if entered_s:
-        decided_s = trace.attempts[0].opened_s if trace.attempts else trace.ended_s
+        decided_s = trace.tries[0].opened_s if trace.tries else trace.ended_s
         deciding_s = entered_s
         if trace.queued:
             again_s = decision.decided_s if decision is not None else 0.0
@@ -89,20 +192,24 @@ def build_spans(trace: EndedTrace, random_bits: RandomBits) -> Iterator[Span]:
             yield stage("decide", deciding_s, decided_s, _decision_attributes(decision))
         elif not trace.queued:  # rejected at once
             yield stage("decide", deciding_s, decided_s, _given({"error.type": trace.error or None}))
-    for attempt in trace.attempts:
-        yield _attempt_span(trace, attempt)
-        if attempt.first_token_s:
-            yield stage("first_token", attempt.opened_s, attempt.first_token_s, {}, attempt.span_id)
-            if attempt.closed_s > attempt.first_token_s:
-                yield stage("response", attempt.first_token_s, attempt.closed_s, {}, attempt.span_id)
+    for at, one in enumerate(trace.tries):
+        # Where Envoy used a fallback, the try on that node has the number of the one before it.
+        is_fallback = at > 0 and trace.tries[at - 1].try_ == one.try_
+        span_id = edge.span_id(-one.try_ if is_fallback else one.try_)
+        yield _try_span(trace, one, span_id)
+        if one.first_token_s:
+            yield stage("first_token", one.opened_s, one.first_token_s, {}, span_id)
+            if one.closed_s > one.first_token_s:
+                yield stage("response", one.first_token_s, one.closed_s, {}, span_id)
 
 
 def _request_span(trace: EndedTrace) -> Span:
+    edge, path = trace.edge, trace.edge.path.decode()
     attributes: dict[str, Any] = {
         "http.request.method": "POST",
-        "http.route": trace.path,
+        "http.route": path,
         "http.response.status_code": trace.status or None,
-        "gen_ai.operation.name": _OPERATIONS.get(trace.path),
+        "gen_ai.operation.name": _OPERATIONS.get(path),
         "error.type": trace.error or None,
     }
     if trace.client_left:
@@ -121,9 +228,9 @@ def _request_span(trace: EndedTrace) -> Span:
             "warmroute.tenant": request.tenant or None,
             "warmroute.route": request.route or None,
             "warmroute.priority": PRIORITY_NAMES[request.priority],
-            "warmroute.attempts": len(trace.attempts),
+            "warmroute.attempts": len(trace.tries),
         }
-        answered = next((one for one in trace.attempts if one.first_token_s), None)
+        answered = next((one for one in trace.tries if one.first_token_s), None)
         if answered is not None:
             ttft_s = answered.first_token_s - request.arrived_s
             attributes["gen_ai.response.time_to_first_chunk"] = round(ttft_s, 6)
@@ -133,12 +240,12 @@ def _request_span(trace: EndedTrace) -> Span:
     if trace.status >= 500 or (trace.error and trace.status < 400):
         error = trace.error or f"HTTP status {trace.status}"
     return Span(
-        f"POST {trace.path}", "server", trace.context.span_id, trace.parent_id, trace.started_s, trace.ended_s,
+        f"POST {path}", "server", edge.context.span_id, edge.parent_id, edge.started_s, trace.ended_s,
         _given(attributes), error,
     )  # fmt: skip
 
 
-def _decision_attributes(decision: EndedDecision) -> Attributes:
+def _decision_attributes(decision: TracedDecision) -> Attributes:
     """Terms of the price that are 0 are left out."""
     attributes: Attributes = {
         "warmroute.policy": decision.policy,
@@ -160,33 +267,33 @@ def _decision_attributes(decision: EndedDecision) -> Attributes:
     return attributes
 
 
-def _attempt_span(trace: EndedTrace, attempt: EndedAttempt) -> Span:
-    outcome, status = attempt.outcome, attempt.status
+def _try_span(trace: EndedTrace, one: ClosedTry, span_id: bytes) -> Span:
+    outcome, status = one.outcome, one.status
     failed = outcome in (Outcome.BUSY, Outcome.FAILED, Outcome.BROKEN)
     attributes: dict[str, Any] = {
         "http.request.method": "POST",
         "http.response.status_code": status or None,
-        "server.address": attempt.host,
-        "server.port": attempt.port,
-        "gen_ai.operation.name": _OPERATIONS.get(trace.path),
-        "gen_ai.provider.name": attempt.engine if attempt.engine != "auto" else None,
+        "server.address": one.host,
+        "server.port": one.port,
+        "gen_ai.operation.name": _OPERATIONS.get(trace.edge.path.decode()),
+        "gen_ai.provider.name": one.engine if one.engine != "auto" else None,
         "gen_ai.request.model": trace.request.model or None if trace.request is not None else None,
-        "warmroute.node": attempt.node,
-        "warmroute.island": attempt.island,
+        "warmroute.node": one.node,
+        "warmroute.island": one.island,
         "warmroute.outcome": outcome.name.lower(),
-        "warmroute.hedge": attempt.hedge or None,
-        "warmroute.data_parallel_rank": attempt.rank,
-        "warmroute.expected_ttft_ms": round(attempt.expected_ttft_ms, 3) or None,
+        "warmroute.hedge": one.role is Role.HEDGE or None,
+        "warmroute.data_parallel_rank": one.rank,
+        "warmroute.expected_ttft_ms": round(one.expected_ttft_ms, 3) or None,
     }
-    if attempt.prompt_tokens:
-        attributes["warmroute.prompt_tokens"] = attempt.prompt_tokens
-        attributes["warmroute.cached_tokens"] = attempt.cached_tokens
+    if one.prompt_tokens:
+        attributes["warmroute.prompt_tokens"] = one.prompt_tokens
+        attributes["warmroute.cached_tokens"] = one.cached_tokens
     error = ""
     if failed or status >= 400:
         attributes["error.type"] = str(status) if status >= 400 else outcome.name.lower()
-        error = (attempt.reason or f"HTTP status {status}")[:MAX_REASON_CHARACTERS]
+        error = (one.reason or f"HTTP status {status}")[:MAX_REASON_CHARACTERS]
     return Span(
-        "attempt", "client", attempt.span_id, trace.context.span_id, attempt.opened_s, attempt.closed_s,
+        "attempt", "client", span_id, trace.edge.context.span_id, one.opened_s, one.closed_s,
         _given(attributes), error,
     )  # fmt: skip
 
@@ -195,12 +302,7 @@ def _given(attributes: dict[str, Any]) -> Attributes:
     return {name: value for name, value in attributes.items() if value is not None}
 
 
-# Sends finished traces to the collector, in batches, in a thread of its own.
-#
-# A request only appends its trace to a queue of bounded length. If the collector is slow, down or rejects the spans,
-# the exporter drops traces, counts them, and logs the first failure of a row. Requests never wait for it.
-
-log = EventLog("warmroute.tracing")
+# The export.
 
 EXPORT_INTERVAL_S: Final = 5.0
 """Longest time until a trace is sent. A full batch is sent within CHECK_S."""
@@ -291,12 +393,7 @@ class TraceExporter:
             )
 
 
-# Puts the parts of tracing together. OpenTelemetry is imported only if tracing is on.
-
-
-def create_tracing(
-    config: TracingConfig, counters: Counters, is_served: Callable[[str], bool]
-) -> tuple[Tracing, TraceExporter] | None:
+def create_tracing(config: TracingConfig, counters: Counters) -> tuple[TraceSampling, TraceExporter] | None:
     """Return None if tracing is off. Raises ConfigError if OpenTelemetry is not installed."""
     if not config.enabled:
         return None
@@ -305,7 +402,7 @@ def create_tracing(
         return None
     otlp = import_opentelemetry()
     exporter = TraceExporter(lambda: otlp.OtlpSender(config, Random().getrandbits), counters)
-    return Tracing(config, counters, exporter.add, is_served), exporter
+    return TraceSampling(config), exporter
 
 
 def import_opentelemetry() -> Any:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from math import inf
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from warmroute.config import Admission as AdmissionConfig
 from warmroute.config import RouteConfig
@@ -17,7 +17,7 @@ from warmroute.core.group import Group
 from warmroute.core.messages import Lookup, RoutingRequest
 from warmroute.core.node import Node
 from warmroute.core.queue import LONG_WAIT_S, AdmissionQueue, Key, QueueLimits
-from warmroute.core.queue_order import GRACE_S, PendingRequest, QueuedRequest, QueueOrder
+from warmroute.core.queue_order import GRACE_S, QueuedRequest, QueueOrder
 from warmroute.core.rejections import (
     Displaced,
     HeldTooLong,
@@ -31,6 +31,9 @@ from warmroute.core.rejections import (
     WouldQueue,
 )
 from warmroute.core.router import Router
+
+if TYPE_CHECKING:
+    from warmroute.core.calls import Call
 
 # Checks whether a decision's node is eligible for the request, and decides again among the nodes that are.
 #
@@ -172,18 +175,9 @@ FIRST_CHECK_WAIT_S: Final = 5.0
 
 
 class WithoutNode:
-    def __init__(
-        self,
-        queue: AdmissionQueue,
-        router: Router,
-        find_place: Callable[[PendingRequest, float], tuple[Decision, bool]],
-        config_of: Callable[[RoutingRequest], AdmissionConfig],
-    ) -> None:
-        """`find_place` decides for a request, and returns whether it goes at once. `config_of`: its settings."""
+    def __init__(self, queue: AdmissionQueue, router: Router) -> None:
         self._queue = queue
         self._router = router
-        self._find_place = find_place
-        self._config_of = config_of
         self.first_node_wait_s = 0.0
         """How long a request waits for a first node, if the fleet is autoscaled; 0: it is rejected at once."""
 
@@ -191,37 +185,29 @@ class WithoutNode:
         """How long a request waits while no node can serve it. 0: it is rejected at once."""
         return self.first_node_wait_s or (FIRST_CHECK_WAIT_S if self._router.awaits_first_check(request.model) else 0.0)
 
-    def check(self, now_s: float, margin_s: float) -> None:
-        """Continue with the requests whose first node has joined, and reject those that waited too long for it, or that
-        would miss a deadline in less than `margin_s`."""
-        queue = self._queue
-        waits_s: dict[str, float] = {}  # by model
-        for key, pending in list(queue.waiting_for_first_node.items()):
-            if key not in queue.waiting_for_first_node:
-                continue
-            request = pending.request
-            try:
-                decision, goes_at_once = self._find_place(pending, now_s)
-            except NoNodeAvailable as error:
-                if request.model not in waits_s:
-                    waits_s[request.model] = self.wait_s(request)
-                wait_s = waits_s[request.model]
-                since_s = request.arrived_s if self.first_node_wait_s else queue.without_node_since_s[key]
-                until_s = min(since_s + wait_s, request.arrived_s + (self._config_of(request).max_wait_s or inf))
-                due_s = min(request.deadline_s or inf, request.total_deadline_s or inf) - margin_s
-                if not wait_s or now_s > until_s or now_s > due_s:
-                    queue.remove_without_node(pending)
-                    why = QueueTimeout() if now_s <= due_s else missed(request, now_s)
-                    pending.on_rejected(why if wait_s else error)
-            except RoutingError as error:
-                queue.remove_without_node(pending)
-                pending.on_rejected(error)
-            else:
-                if goes_at_once:
-                    queue.remove_without_node(pending)
-                    pending.on_admitted(decision)
-                else:
-                    queue.first_node_joined(pending, decision)
+    def why_not_longer(
+        self,
+        call: Call,
+        waits_s: dict[str, float],
+        max_wait_s: float,
+        margin_s: float,
+        now_s: float,
+        no_node: RoutingError,
+    ) -> RoutingError | None:
+        """Return why a call for which there is still no node waits no longer; None if it waits on. `waits_s`: by model,
+        as far as known."""
+        request = call.request
+        if request.model not in waits_s:
+            waits_s[request.model] = self.wait_s(request)
+        wait_s = waits_s[request.model]
+        since_s = request.arrived_s if self.first_node_wait_s else self._queue.without_node_since_s[call.id]
+        until_s = min(since_s + wait_s, request.arrived_s + (max_wait_s or inf))
+        due_s = min(request.deadline_s or inf, request.total_deadline_s or inf) - margin_s
+        if wait_s and now_s <= until_s and now_s <= due_s:
+            return None
+        if not wait_s:
+            return no_node
+        return QueueTimeout() if now_s <= due_s else missed(request, now_s)
 
 
 # Which overdue request gets a node that has room (see queue_order.py). No I/O.
@@ -253,7 +239,7 @@ class OverdueTurns:
         if guarantee.credit_ms(node) < 0.0:
             return None
         for queued in guarantee.oldest_overdue(node, EXAMINED_OVERDUE):
-            request = queued.pending.request
+            request = queued.call.request
             key = (request.priority, request.tenant)
             if (without_low and key[0] == LOW) or not self._is_current(key, queued, now_s):
                 continue
@@ -288,7 +274,7 @@ class OverdueTurns:
     def oldest_of(self, key: Key, node: Node, now_s: float) -> QueuedRequest | None:
         """Return the oldest overdue request of this tenant whose cheapest node this is, if it is among the oldest."""
         for queued in self._queue.guarantee.oldest_overdue(node, EXAMINED_OVERDUE):
-            request = queued.pending.request
+            request = queued.call.request
             if (request.priority, request.tenant) != key or not self._is_current(key, queued, now_s):
                 continue
             decision = queued.decision
@@ -309,8 +295,7 @@ class OverdueTurns:
 # Admission rejects a request that cannot meet its deadline, that finds the queue full (queue.py), or that must not
 # queue.
 #
-# A pending request may call back into admission from `on_admitted` and `on_rejected`, to submit another request or to
-# free a node. So no code here relies on a lookup made before such a call.
+# Nothing here calls the calls: admission returns which of them go where, and lists those that it has rejected.
 
 EXAMINED_PER_TENANT: Final = 8
 """Queued requests of each tenant that admission examines when a node has room: this number of those that wait for
@@ -339,9 +324,9 @@ class Admission:
         self.queue = AdmissionQueue(order)
         self._limits = QueueLimits(self.queue)
         self._overdue_turns = OverdueTurns(self.queue, router, self._is_current, self._over_threshold)
-        self.without_node = WithoutNode(self.queue, router, self._find_place, self._config_of)
-        self._filling: dict[Node, None] = {}
-        """Nodes with room that queued requests are being sent to."""
+        self.without_node = WithoutNode(self.queue, router)
+        self.rejected: list[tuple[Call, Exception]] = []
+        """Calls that left the queue without a node, and why, until somebody tells their clients."""
         self._version = 0
         """Incremented when something may have changed. A decision of the same version need not be made again."""
         self.turns: Turns | None = None
@@ -361,49 +346,54 @@ class Admission:
 
     # New requests.
 
-    def submit(self, pending: PendingRequest, now_s: float) -> None:
-        """Call `on_admitted`, now or later, or `on_rejected` later. Raises RoutingError if it is rejected at once."""
-        request, queue = pending.request, self.queue
+    def place(self, call: Call, now_s: float, again: bool = False) -> Decision | QueuedRequest | None:
+        """Return the decision by which a call is sent at once; or a queued call that goes first: send that one, and ask
+        again; or None if the call waits. Raises RoutingError if it is rejected."""
+        request, queue = call.request, self.queue
         demand_meter, decision = self._router.demand_meter, None
         try:
-            decision = self._router.decide(request, now_s, pending.lookup)
-            if demand_meter is not None:
+            decision = self._router.decide(request, now_s, call.lookup)
+            if demand_meter is not None and not again:
                 demand_meter.arrived += 1
+            node = decision.node
+            if (
+                not (node.is_limited or queue.waiting or self._has_threshold)
+                and request.may_queue and decision.pair is None and self.turns is None
+                and not (request.deadline_s or request.total_deadline_s)
+                and (not node.inflight or decision.index < 0 or self.has_room(node, now_s))
+            ):  # fmt: skip
+                return decision  # nobody waits, and nothing but room matters
             decision, has_room = self._check_room(request, decision, now_s)
-            while has_room and self._comes_after(request, decision, now_s):
+            if has_room and queue.tenants and self._comes_after(request, decision, now_s):
                 first = self._first_for(decision.entry_node, now_s)
-                if first is None or queue.goes_before(request, decision, *first, now_s):
-                    break
-                if not self._has_turn(decision.entry_node, *first, now_s):
+                if first is not None and not queue.goes_before(request, decision, *first, now_s):
+                    if self._has_turn(decision.entry_node, *first, now_s):
+                        return self._take(*first, now_s)
                     has_room = False
-                    break
-                self._admit(*first, now_s)
-                decision = self._router.decide(request, now_s, pending.lookup)
-                decision, has_room = self._check_room(request, decision, now_s)
         except NoNodeAvailable:
-            if demand_meter is not None and decision is None:
+            if demand_meter is not None and decision is None and not again:
                 demand_meter.arrived += 1
             if not self.without_node.wait_s(request) or not request.may_queue:
                 raise
             displaced = self._check_queue_limit(request, None, now_s)
-            queue.add_without_node(pending, now_s)
+            queue.add_without_node(call, now_s)
             if displaced is not None:
                 self._displace(displaced, now_s)
-            return
+            return None
         if has_room and self._is_ours(request, decision, now_s):
             if queue.tenants and decision.price is not None:  # a trial request or another policy has no price
                 queue.charge_unqueued(request, decision.entry_node, decision.price.prefill)
-            pending.on_admitted(decision)
-            return
+            return decision
         displaced = self._check_may_queue(request, decision, now_s)
-        queue.add(pending, decision)
+        queue.add(call, decision)
         if self.turns is not None:
             self.turns.queued()
         if displaced is not None:
             self._displace(displaced, now_s)
+        return None
 
     def dry_run(self, request: RoutingRequest, lookup: Lookup | None, now_s: float) -> tuple[Decision, bool]:
-        """Return what `submit` would decide, and whether it would queue the request. Raises RoutingError."""
+        """Return what `place` would decide, and whether it would queue the request. Raises RoutingError."""
         router, self._router = self._router, self._router.snapshot()
         try:
             decision, has_room = self._check_room(request, self._router.decide(request, now_s, lookup), now_s)
@@ -436,7 +426,7 @@ class Admission:
         node, work_ms = decision.entry_node, 0.0
         if self._comes_after(request, decision, now_s):
             for queued in self.queue.waiting_before(request, decision, now_s):
-                work_ms += queued.prefill_ms if not self._over_threshold(queued.pending.request, node) else 0.0
+                work_ms += queued.prefill_ms if not self._over_threshold(queued.call.request, node) else 0.0
         return not work_ms or self.has_room(node, now_s, work_ms)
 
     def _fits(self, request: RoutingRequest, decision: Decision, now_s: float) -> bool:
@@ -510,7 +500,7 @@ class Admission:
             raise self._shed(QueueFull(self._limits.retry_after_s(query.group, LOW, now_s)))
         return True
 
-    def _check_may_queue(self, request: RoutingRequest, decision: Decision, now_s: float) -> PendingRequest | None:
+    def _check_may_queue(self, request: RoutingRequest, decision: Decision, now_s: float) -> Call | None:
         """Return the queued request that this one displaces; None if it displaces none. Raises NotAdmitted."""
         group = decision.query.group if decision.query is not None else None
         if not request.may_queue:
@@ -522,7 +512,7 @@ class Admission:
             check_deadlines_behind_queue(self.queue, request, decision, now_s)
         return self._check_queue_limit(request, group, now_s)
 
-    def _check_queue_limit(self, request: RoutingRequest, group: Group | None, now_s: float) -> PendingRequest | None:
+    def _check_queue_limit(self, request: RoutingRequest, group: Group | None, now_s: float) -> Call | None:
         """Return the queued request that this one displaces; None if it displaces none. Raises QueueFull."""
         try:
             return self._limits.to_displace(request, group, now_s)
@@ -537,51 +527,38 @@ class Admission:
     def nodes_full(self, decision: Decision) -> NotAdmitted:
         return self._shed(NodesFull(decision.node.latency_ms / 1000.0 / max(1, decision.node.inflight)))
 
-    def _displace(self, pending: PendingRequest, now_s: float) -> None:
-        queued, priority = self.queue.find(pending), pending.request.priority
+    def _displace(self, call: Call, now_s: float) -> None:
+        queued, priority = self.queue.find(call), call.request.priority
         group = queued.group if queued is not None else None
         error = self._shed(Displaced(self._limits.retry_after_s(group, priority, now_s)))
-        self.queue.cancel(pending)
-        pending.on_rejected(error)
+        self.queue.cancel(call)
+        self.rejected.append((call, error))
 
-    def shed_held(self, pending: PendingRequest, now_s: float) -> None:
-        """Reject a queued request that its caller does not hold any longer."""
-        queued = self.queue.find(pending)
+    def held_too_long(self, call: Call, now_s: float) -> NotAdmitted:
+        """Take a queued call out of the queue that its caller does not hold any longer. Return why it is rejected."""
+        queued = self.queue.find(call)
         group = queued.group if queued is not None else None
-        error = self._shed(HeldTooLong(self._limits.retry_after_s(group, pending.request.priority, now_s)))
-        self.queue.cancel(pending)
-        pending.on_rejected(error)
+        error = self._shed(HeldTooLong(self._limits.retry_after_s(group, call.request.priority, now_s)))
+        self.queue.cancel(call)
+        return error
 
-    # Queued requests.
+    # Queued calls.
 
-    def node_freed(self, node: Node, now_s: float) -> None:
-        """A node may have more room than before."""
-        self.nodes_freed((node,), now_s)
-
-    def nodes_freed(self, nodes: Iterable[Node], now_s: float) -> None:
-        """These nodes may have more room than before. One call for several events decides less often again."""
+    def changed(self) -> None:
+        """Something may have changed for those that wait: they are decided again."""
         self._version += 1
-        self._fill_all(nodes, now_s)
 
-    def _fill_all(self, nodes: Iterable[Node], now_s: float) -> None:
-        nested = bool(self._filling)
-        self._filling.update(dict.fromkeys(nodes))
-        if nested:  # called from `on_admitted`: the loop of the outer call continues
-            return
-        try:
-            while self._filling:
-                node = next(iter(self._filling))
-                self._fill(node, now_s)
-                del self._filling[node]
-        finally:
-            self._filling.clear()
-
-    def _fill(self, node: Node, now_s: float) -> None:
-        while self.queue.tenants and self.has_room(node, now_s):
-            first = self._first_for(node, now_s)
-            if first is None or not self._has_turn(node, *first, now_s):
-                return
-            self._admit(*first, now_s)
+    def next_for(self, nodes: dict[Node, None], now_s: float) -> QueuedRequest | None:
+        """Return the next queued call that goes to one of these nodes; send it, and ask again. Nodes that have no room,
+        or that no call waits for, leave `nodes`."""
+        while nodes:
+            node = next(iter(nodes))
+            if self.queue.tenants and self.has_room(node, now_s):
+                first = self._first_for(node, now_s)
+                if first is not None and self._has_turn(node, *first, now_s):
+                    return self._take(*first, now_s)
+            del nodes[node]
+        return None
 
     def _has_turn(self, node: Node, key: Key, queued: QueuedRequest, by_guarantee: bool, now_s: float) -> bool:
         """Return False if a peer's request comes before this one."""
@@ -591,11 +568,12 @@ class Admission:
         own = (key[0], queued.effective_key(now_s), queued.prefill_ms)
         return turns.is_ours(node, own, self._limit_ms(node), now_s)
 
-    def _admit(self, key: Key, queued: QueuedRequest, by_guarantee: bool, now_s: float) -> None:
+    def _take(self, key: Key, queued: QueuedRequest, by_guarantee: bool, now_s: float) -> QueuedRequest:
+        """Take a call out of the queue: it goes to the node of its decision."""
         self.queue.charge(key, queued, now_s, by_guarantee)
-        self.queue.remove(key, queued.pending)
-        queued.pending.on_admitted(queued.decision)
+        self.queue.remove(key, queued.call)
         self._version += 1
+        return queued
 
     def _first_for(self, node: Node, now_s: float) -> tuple[Key, QueuedRequest, bool] | None:
         """Return the first request for this node, or a trial request for a half-open node; whether by its guarantee."""
@@ -619,7 +597,7 @@ class Admission:
         """Update the decision of a queued request. Return False if it does not wait any more."""
         if not self.queue.contains(key, queued) or not self._decide_again(key, queued, now_s):
             return False
-        request = queued.pending.request
+        request = queued.call.request
         has_deadline = request.deadline_s or request.total_deadline_s
         return not (has_deadline and self._reject_if_late(key, queued, now_s))
 
@@ -637,7 +615,7 @@ class Admission:
                 continue
             if decision.price is None:
                 return queued
-            if decision.entry_node is not node or self._over_threshold(queued.pending.request, node):
+            if decision.entry_node is not node or self._over_threshold(queued.call.request, node):
                 continue
             key_now = queued.effective_key(now_s)
             if best is None or key_now < lowest:
@@ -655,55 +633,81 @@ class Admission:
             return True
         queued.version = self._version
         query = queued.decision.query
-        pending = queued.pending
+        call = queued.call
         try:
             if query is not None and now_s - query.looked_up_s < HITS_VALID_S:
                 decision = self._router.decide_again(query, now_s)
             else:
-                decision = self._router.decide(pending.request, now_s, pending.lookup)
-        except RoutingError as error:
-            if isinstance(error, NoNodeAvailable) and self.without_node.wait_s(pending.request):
-                self.queue.last_node_left(key, pending, now_s)
+                decision = self._router.decide(call.request, now_s, call.lookup)
+        except Exception as error:  # it ends this call, and no other
+            if isinstance(error, NoNodeAvailable) and self.without_node.wait_s(call.request):
+                self.queue.last_node_left(key, call, now_s)
             else:
-                self.queue.remove(key, pending)
-                pending.on_rejected(error)
+                self.queue.remove(key, call)
+                self.rejected.append((call, error))
             return False
-        if self._has_threshold and (threshold := self._config_of(pending.request).queue_threshold):
+        if self._has_threshold and (threshold := self._config_of(call.request).queue_threshold):
             with suppress(NodeQueuesFull):  # it continues to wait
-                decision = below_queue_threshold(self._router, pending.request, decision, threshold)
+                decision = below_queue_threshold(self._router, call.request, decision, threshold)
         if decision.is_limited and (decision.is_full or decision.entry_node.at_concurrency_limit):
-            decision = self.below_limits(pending.request, decision, now_s)
+            decision = self.below_limits(call.request, decision, now_s)
         self.queue.update_decision(key, queued, decision)
         return True
 
     # Periodic work.
 
-    def tick(self, nodes: Iterable[Node], now_s: float) -> None:
-        """Call this every TICK_S. It finds nodes that have room without an event, and rejects requests that have
-        waited too long, will miss their deadline, or wait for a node that is gone."""
-        nodes = tuple(nodes)
+    def tick(self, nodes: dict[Node, None], now_s: float) -> Iterator[tuple[Call, Decision]]:
+        """Call this every TICK_S. It finds nodes that have room without an event, and rejects calls that have waited
+        too long, will miss their deadline, or wait for a node that is gone. Yields those that are sent."""
         for node in nodes:
             if node.unstreamed_prefills:
                 node.assume_prefilled(now_s)
         if self.queue.waiting_for_first_node:
-            self.without_node.check(now_s, TICK_S)
+            yield from self._check_without_node(now_s)
         if self._router.island_choice.tracks_queues:
             self._router.island_choice.update_queues(queued.decision for _, queued in self.queue.all_queued())
         if not self.queue.tenants:
             return
         self._version += 1
-        self._check_queued(now_s)
-        self._fill_all(nodes, now_s)
+        yield from self._check_queued(now_s)
+        while (queued := self.next_for(nodes, now_s)) is not None:
+            yield queued.call, queued.decision
 
-    def _find_place(self, pending: PendingRequest, now_s: float) -> tuple[Decision, bool]:
+    def _check_without_node(self, now_s: float) -> Iterator[tuple[Call, Decision]]:
+        """Continue with the calls whose first node has joined, and reject those that waited too long for it, or that
+        would miss a deadline."""
+        queue = self.queue
+        waits_s: dict[str, float] = {}
+        for number, call in list(queue.waiting_for_first_node.items()):
+            if number not in queue.waiting_for_first_node:
+                continue
+            try:
+                decision, goes_at_once = self._find_place(call, now_s)
+            except NoNodeAvailable as no_node:
+                max_wait_s = self._config_of(call.request).max_wait_s
+                why = self.without_node.why_not_longer(call, waits_s, max_wait_s, TICK_S, now_s, no_node)
+                if why is not None:
+                    queue.remove_without_node(call)
+                    self.rejected.append((call, why))
+            except Exception as error:  # it ends this call, and no other
+                queue.remove_without_node(call)
+                self.rejected.append((call, error))
+            else:
+                if goes_at_once:
+                    queue.remove_without_node(call)
+                    yield call, decision
+                else:
+                    queue.first_node_joined(call, decision)
+
+    def _find_place(self, call: Call, now_s: float) -> tuple[Decision, bool]:
         """Decide for a request that had no node. Return whether it goes at once. Raises RoutingError."""
-        request = pending.request
-        decision = self._eligible(request, self._router.decide(request, now_s, pending.lookup), now_s)
+        request = call.request
+        decision = self._eligible(request, self._router.decide(request, now_s, call.lookup), now_s)
         if decision.is_full or decision.entry_node.at_concurrency_limit:
             decision = self.below_limits(request, decision, now_s)
         return decision, self._fits(request, decision, now_s) and self._is_ours(request, decision, now_s)
 
-    def _check_queued(self, now_s: float) -> None:
+    def _check_queued(self, now_s: float) -> Iterator[tuple[Call, Decision]]:
         queue = self.queue
         default_max_wait_s = self.config.max_wait_s
         default_queues = self.config.queue_at_router and self._router.policy.queues_at_router
@@ -720,23 +724,23 @@ class Admission:
         for key, queued in checked:
             if not queue.contains(key, queued):
                 continue
-            pending = queued.pending
-            request = pending.request
+            call = queued.call
+            request = call.request
             max_wait_s = self._config_of(request).max_wait_s if request.route else default_max_wait_s
             waited_s = now_s - request.arrived_s
             if max_wait_s and waited_s > max_wait_s:
                 wait_s = self._limits.retry_after_s(queued.group, request.priority, now_s)
-                queue.remove(key, pending)
-                pending.on_rejected(QueueTimeout(wait_s))
+                queue.remove(key, call)
+                self.rejected.append((call, QueueTimeout(wait_s)))
             elif key[0] == LOW and waited_s > LONG_WAIT_S and self._limits.half_full and queue.has_higher_priority:
                 wait_s = self._limits.retry_after_s(queued.group, LOW, now_s)
                 error = self._shed(Displaced(wait_s))  # its turn would not come
-                queue.remove(key, pending)
-                pending.on_rejected(error)
+                queue.remove(key, call)
+                self.rejected.append((call, error))
             elif not (self._queues(request) if request.route else default_queues):  # the configuration has changed
                 if self._decide_again(key, queued, now_s) and not queued.decision.is_full:
-                    queue.remove(key, pending)
-                    pending.on_admitted(queued.decision)
+                    queue.remove(key, call)
+                    yield call, queued.decision
             elif queued.node_is_gone:
                 self._decide_again(key, queued, now_s)
             elif (
@@ -748,10 +752,10 @@ class Admission:
 
     def _reject_if_late(self, key: Key, queued: QueuedRequest, now_s: float, margin_s: float = 0.0) -> bool:
         """Return whether the request was rejected because it would miss a deadline."""
-        pending = queued.pending
-        error = check_deadlines(pending.request, queued.decision, now_s, margin_s)
+        call = queued.call
+        error = check_deadlines(call.request, queued.decision, now_s, margin_s)
         if error is None:
             return False
-        self.queue.remove(key, pending)
-        pending.on_rejected(error)
+        self.queue.remove(key, call)
+        self.rejected.append((call, error))
         return True

@@ -1,4 +1,8 @@
-"""CacheView: what the caches of all nodes hold, from which source, and how much it counts. No I/O."""
+"""CacheView: what the caches of all nodes hold, from which source, and how much it counts. No I/O.
+
+EVENT_AGES_S has the two ages between which hits of a silent node lose their value; core/node_cache.py has the formula
+(`freshness`) and the value of each tier (SAVED_SHARE), and `_kernel/hits.c` computes both for all nodes.
+"""
 
 from __future__ import annotations
 
@@ -239,14 +243,15 @@ class CacheView:
         if cache is None:
             return None
         base, lora = self._models.get(model) or (model, "")
-        chain = lookup.blocks(base, lora, cache.block_size)
+        size, special = cache.block_size, lookup.special
+        chain = lookup.chains.get((base, lora, size)) or lookup.blocks(base, lora, size)
         if not chain:
             return None
         sampled, known = self.reuse.record(chain, now_s) if not counted else (0, 0)
         if hit is not None and not counted:
-            block = _last_block(chain, cache.block_size, _first_prompt_tokens(lookup, hit))
-            if block:
-                self._prefix_uses.record(block, now_s)
+            end = (hit.tokens if special is None else hit.tokens // special.prompts) // size * 8
+            if end:
+                self._prefix_uses.record(chain[end - 8 : end], now_s)
         exact, has_hidden_hits = lookup.exact_tokens == lookup.token_count, False
         if lookup.cache_group:
             has_hidden_hits = self._has_hidden_hits(cache, chain, exact, lookup, hit)
@@ -260,7 +265,7 @@ class CacheView:
             held = cache.store.held_blocks(rows, cache.block_size) * cache.block_size
             from_store = _from_store(cache, rows, tokens) if tokens else 0
             declined = max(0, held - tokens)
-        comparable = lookup.special is None
+        comparable = special is None
         if comparable:
             cache.routed_prompts += 1
             cache.routed_tokens += lookup.token_count
@@ -329,8 +334,9 @@ class CacheView:
 
     def first_token(self, prediction: Prediction, now_s: float) -> None:
         """Handle a first token: the prompt is prefilled, and events will soon report the pending blocks."""
-        prediction.prefilled()
-        cache = prediction.cache
+        cache, sent_s = prediction.cache, prediction.sent_s
+        if cache.prefilled_s < sent_s and cache.generation == prediction.generation:
+            cache.prefilled_s = sent_s
         if cache.store is not None:
             cache.store.prefilled(prediction.chain, cache.block_size, now_s)
         if prediction.pending:

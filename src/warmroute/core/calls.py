@@ -1,1104 +1,1108 @@
-"""A request's tries, from admission to its end: the next node after a failure, and pairs of a prefill and a decode
-node.
+"""Calls and their tries: all state of a request from its arrival to its end, and the only code that changes it. No I/O.
+
+A call is one request of a client. A try is one sending of it to one node; its ticket is open as long as it is.
+
+    call   READING      its tenant was charged one request; the edge reads the prompt
+           WAITING      it waits in the admission queue for room, or for a first node
+           TRYING       at least one try is open; the client has received nothing
+           ANSWERING    the main try's response goes to the client; every other try is closed
+           DONE         every ticket is closed, the charge is settled, the record is complete
+
+    try    RESERVED     a decode node's ticket is open; nothing was sent to it
+           SENT         the edge connects, writes and waits for the first byte
+           LEAVING      the edge was asked to give it up; nothing else is sent for this call until it answers
+           STARTED      the client has a byte of its response; no token was seen
+           STREAMING    the first token was seen
+           CLOSED
+
+What each message does in each state stands in CALL_ROWS and TRY_ROWS, and nowhere else. A message without a row comes
+too late and changes nothing: the ticket it names is closed.
+
+Rules:
+1. Of the tries of a call, `main` is the one that would answer. Beside it there is at most one hedge (the whole request
+   on a second node) or one prefill try (which computes the KV cache that `main` will decode from).
+2. A try that fails while the client has nothing leads to the next node (core/failover.py): until no eligible node is
+   left, `max_attempts` nodes were tried, a deadline has passed, or the node may have begun a request that must not be
+   executed twice.
+3. From the first byte of the response on there is no retry: a failure then ends the call as broken. Speed is learned
+   from the first token, which may come later.
+4. Who waits for a node gets its turn once an event has been handled, so its own call has its next node first.
+5. A try leaves a node that goes down, that is removed, or that hangs: the edge is asked (Withdraw), and what then
+   happens is the try's plan.
+6. A call that Envoy has cannot be taken back: it gets no second try from here, whatever happens to its node.
 """
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Callable, Container
-from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from urllib.parse import quote
 
 from warmroute._kernel import FIRST_TOKEN_STEPS
-from warmroute.core.brain import Dispatcher
+from warmroute.config.routing import LOW
+from warmroute.core.admission import Admission
 from warmroute.core.decision import Decision
-from warmroute.core.failed_tries import DECODE, HEDGE, PREFILL, FailedTry, NodeError, ServerError
+from warmroute.core.decision_record import DecisionRecord
+from warmroute.core.failed_tries import DECODE, HEDGE, MAX_TRIES, PREFILL, WHOLE, FailedTry, FailedTryLog
+from warmroute.core.failover import SERVES_S, Failover, is_late
+from warmroute.core.fleet import Fleet
 from warmroute.core.health import HealthState
-from warmroute.core.messages import Lookup, Outcome, RoutingRequest
+from warmroute.core.messages import (
+    BEFORE_THE_REQUEST,
+    NOT_ASKED,
+    REFUSED,
+    UNKNOWN,
+    AnswerNow,
+    Arrive,
+    CallHistory,
+    Cancel,
+    Charge,
+    ClosedTry,
+    Command,
+    Cut,
+    Ended,
+    Event,
+    Failed,
+    FirstToken,
+    Left,
+    Lookup,
+    NodeError,
+    Outcome,
+    Prefilled,
+    Reader,
+    Reject,
+    Role,
+    RoutingRequest,
+    Send,
+    Started,
+    Usage,
+    Verdict,
+    Withdraw,
+    Withdrawn,
+    outcome_of,
+)
 from warmroute.core.node import Node, Ticket
-from warmroute.core.overdue import HALF_EMPTY, HANGS_S, LONG_OUTPUT
+from warmroute.core.overdue import Deadlines, OverdueRule, decode_ms_of, prefill_ms_of
 from warmroute.core.pairs import Pair
-from warmroute.core.rate_limits import Charge
+from warmroute.core.queue_order import QueuedRequest
+from warmroute.core.rate_limits import RequestCharge
 from warmroute.core.rejections import (
     AllNodesBusy,
-    AllNodesFailed,
-    AllNodesUnavailable,
     DeadlinePassed,
-    FailedOnEveryNode,
     NotAdmitted,
+    RateLimited,
     RoutingError,
+    internal_error,
+    rejection,
 )
 from warmroute.core.router import Router
 from warmroute.core.speeds import transfer_ms
-from warmroute.core.tickets import AttemptHistory, DecodeDispatch, Dispatch, PrefillDispatch
-from warmroute.event_log import EventLog
+from warmroute.core.tickets import DecodeDispatch, Dispatch, PrefillDispatch
+from warmroute.event_log import EventLog, where_it_failed
 
-# Which node a request is sent to after one has failed, and which error its client gets if all have. No I/O.
-#
-#     order   the decision's fallbacks; then nodes that came up meanwhile; then those that are only suspected to be down
-#     never   draining nodes, nodes that are confirmed down, nodes that failed at this request before, and nodes that
-#             need a prefill node if the request may not be split, and nodes with `max_inflight` requests: the client
-#             then
-#             gets 429 if no other node is left
-#
-# A node that is busy (429, or 503 with `Retry-After`) is asked last for as long as its `Retry-After` says. After
-# MAX_BUSY_ANSWERS such answers to one request it is not asked at all, so that an overloaded fleet does not also get
-# every request once for each node.
-#
-# A request is poison if two nodes answered it with 5xx that serve other requests: then it is at fault itself. It is
-# sent to no further node, and its failures count for no node's health. So a failure of a node that serves other
-# requests is judged only once the request has been answered elsewhere, or has failed.
-
-MAX_BUSY_ANSWERS: Final = 3
-"""After this many busy answers, a request skips nodes that recently answered another request as busy."""
-
-
-@dataclass(slots=True, eq=False)
-class Failover:
-    """Created when the first node of a request fails."""
-
-    decision: Decision
-    """The one that the next node is taken from."""
-    failed: list[Node] = field(default_factory=list)
-    """Nodes that the request was sent to in vain, busy ones included."""
-    at_fault: list[Node] = field(default_factory=list)
-    """Those of them for whose health the attempt counts as a failure."""
-    server_errors: list[ServerError] = field(default_factory=list)
-    """Those that are not judged."""
-    _fallbacks: list[Node] | None = None
-    """The best one last."""
-    _busy: int = 0
-    _unavailable: int = 0
-    _retry_after_s: int | None = None
-    _skipped_full: bool = False
-    """Whether a node that was not tried has as many requests as it may have."""
-
-    # What the nodes answered.
-
-    def add(self, node: Node, outcome: Outcome) -> None:
-        """The request's attempt on this node ended without a response."""
-        self.failed.append(node)
-        if outcome is Outcome.FAILED:
-            self.at_fault.append(node)
-
-    def busy(self, node: Node, status: int, retry_after_s: int | None, now_s: float) -> None:
-        """The node answered 429 or 503; status 0: the router itself lacks files, ports or memory to connect to it."""
-        if status != 429 and retry_after_s is None:
-            self._unavailable += 1
-            return
-        self._busy += 1
-        if retry_after_s is not None:
-            retry_after_s = max(1, retry_after_s)
-            self._retry_after_s = min(self._retry_after_s or retry_after_s, retry_after_s)
-        node.busy_until_s = now_s + (retry_after_s or 1)
-
-    def may_be_poison(self, node: Node, failed_s: float, reason: str) -> bool:
-        """A node that serves other requests answered with 5xx: the request may be at fault. Return False if the node
-        did that before."""
-        errors = self.server_errors
-        if any(error.node is node for error in errors):
-            return False
-        errors.append(ServerError(node, failed_s, reason))
-        return True
-
-    @property
-    def is_poison(self) -> bool:
-        return len(self.server_errors) > 1
-
-    def error(self) -> RoutingError:
-        """Return why the request gets no node."""
-        if self.is_poison:
-            return FailedOnEveryNode(len({error.node for error in self.server_errors} | set(self.failed)))
-        retry_after_s = self._retry_after_s
-        if self._busy == len(self.failed) or self._skipped_full:
-            return AllNodesBusy(retry_after_s or 1)
-        if self._busy + self._unavailable == len(self.failed):
-            return AllNodesUnavailable(retry_after_s or 1)
-        return AllNodesFailed(len(self.failed), retry_after_s or 1 if self._busy else None)
-
-    # The next node.
-
-    def next_node(self, router: Router, request: RoutingRequest, lookup: Lookup | None, now_s: float) -> Node | None:
-        """Return None if no eligible node is left, or if the request's deadline has passed."""
-        self._skipped_full = False  # `other_node` may have met a node that was full then
-        if self._is_late(request, now_s):
-            return None
-        fallbacks = self._fallbacks
-        if fallbacks is None:
-            fallbacks = self._fallbacks = self.decision.fallbacks()
-            fallbacks.sort(key=lambda node: node.busy_until_s > now_s)
-            fallbacks.reverse()
-        while fallbacks:
-            node = fallbacks.pop()
-            if node.health.state is HealthState.UP and self._may_try(node, request, now_s):
-                return node
-        return self._from_new_decision(router, request, lookup, now_s)
-
-    def _from_new_decision(
-        self, router: Router, request: RoutingRequest, lookup: Lookup | None, now_s: float
-    ) -> Node | None:
-        last = [node for node in router.usable_nodes(request) if self._may_try(node, request, now_s)]
-        if not last:
-            return None
-        try:
-            decision = self.decision = router.decide(request, now_s, lookup)
-        except RoutingError:
-            return None
-        ranked = (node for node in (decision.node, *decision.fallbacks()) if self._may_try(node, request, now_s))
-        return next(ranked, last[0])
-
-    def other_node(
-        self,
-        router: Router,
-        request: RoutingRequest,
-        lookup: Lookup | None,
-        now_s: float,
-        accepts: Callable[[Node], bool],
-    ) -> Node | None:
-        """Return a node that is up and that the request was not sent to, by a new decision; None if there is none."""
-
-        def may_try(node: Node) -> bool:
-            return node.health.state is HealthState.UP and self._may_try(node, request, now_s) and accepts(node)
-
-        if self._is_late(request, now_s) or not any(map(may_try, router.usable_nodes(request))):
-            return None
-        try:
-            decision = router.decide(request, now_s, lookup)
-        except RoutingError:
-            return None
-        node = next(filter(may_try, (decision.node, *decision.fallbacks())), None)
-        if node is not None:
-            self.decision, self._fallbacks = decision, None
-        return node
-
-    def _may_try(self, node: Node, request: RoutingRequest, now_s: float) -> bool:
-        return (
-            not node.draining
-            and not node.health.confirmed_down
-            and node not in self.failed
-            and not self._is_full(node)
-            and (request.may_split or not node.needs_partner)
-            and (self._busy < MAX_BUSY_ANSWERS or node.busy_until_s <= now_s)
-        )
-
-    def _is_full(self, node: Node) -> bool:
-        if node.is_full:
-            self._skipped_full = True
-        return node.is_full
-
-    @staticmethod
-    def _is_late(request: RoutingRequest, now_s: float) -> bool:
-        return bool(request.deadline_s and now_s >= request.deadline_s) or bool(
-            request.total_deadline_s and now_s >= request.total_deadline_s
-        )
-
-
-# A request that one node prefills and another one decodes, until its response begins. No I/O.
-#
-#     prefilling      the prefill node has the request, with one output token
-#     transferring    its answer has come; the decode node fetches the KV cache and begins to answer
-#     over            the response goes to the client, or the decode node has the request alone
-#
-# Rules:
-# 1. If the prefill node fails, goes down, or looks as if it hangs, the decode node prefills the prompt itself, at once.
-#    The prefill node's failure counts for its own health.
-# 2. If the transfer fails (the decode node answers with an error, or its prefill node goes down), the decode node gets
-#    the request again, alone. That is not the decode node's failure: the next one would be.
-# 3. If the decode node fails, the request goes to another decode node: with the same KV cache as long as no decode
-#    request was sent, since the engine may release it once it was fetched; else the prefill node gets the request
-#    again,
-#    and has the prompt cached.
-# 4. A ticket is open on each node that has the request, and on the decode node from the beginning: its memory is taken.
-# 5. When the prompt is prefilled, another decode node may have become cheaper: then the ticket moves there.
-#
-# A decode node that cannot prefill (Node.needs_partner) gets its request at the same time as the prefill node. Where
-# that fails, both get it again, with another prefill node.
+if TYPE_CHECKING:
+    from warmroute.core.last_decisions import LastDecisions
+    from warmroute.core.traffic import Counters, Traffic
 
 log = EventLog("warmroute.routing")
 
+# The states of a call.
+READING: Final = 0
+WAITING: Final = 1
+TRYING: Final = 2
+ANSWERING: Final = 3
+DONE: Final = 4
+
+# The states of a try.
+RESERVED: Final = 0
+SENT: Final = 1
+LEAVING: Final = 2
+STARTED: Final = 3
+STREAMING: Final = 4
+CLOSED: Final = 5
+
+CALL_ROWS: Final[dict[tuple[type[Event], int], str]] = {
+    (Arrive, READING): "arrive",
+    (AnswerNow, WAITING): "answer_now",
+    (Cancel, READING): "cancel_waiting",
+    (Cancel, WAITING): "cancel_waiting",
+    (Cancel, TRYING): "cancel_sent",
+    (Cancel, ANSWERING): "cancel_sent",
+}
+"""What a message does to a call, by the call's state. Charge and Arrive also open a call."""
+
+TRY_ROWS: Final[dict[tuple[type[Event], int], str]] = {
+    (Started, SENT): "started",
+    (Started, LEAVING): "started",
+    (FirstToken, SENT): "first_token",
+    (FirstToken, LEAVING): "first_token",
+    (FirstToken, STARTED): "first_token",
+    (Ended, SENT): "ended",
+    (Ended, LEAVING): "ended",
+    (Ended, STARTED): "ended",
+    (Ended, STREAMING): "ended",
+    (Prefilled, SENT): "prefilled",
+    (Failed, SENT): "failed",
+    (Failed, LEAVING): "gone",
+    (Failed, STARTED): "broke",
+    (Failed, STREAMING): "broke",
+    (Withdrawn, LEAVING): "gone",
+}
+"""What a message does to a try, by the try's state."""
+
+# How a pair stands.
+PREFILLING: Final = 0
+"""The prefill node has the request, with one output token."""
+TRANSFERRING: Final = 1
+"""Its answer has come; the decode node fetches the KV cache and begins to answer."""
+OVER: Final = 2
+"""The response goes to the client, or the decode node has the request alone."""
+
+# How the prefill on another node ended, in the metrics.
 TRANSFERRED: Final = "transferred"
 PREFILL_FAILED: Final = "prefill_failed"
 PREFILL_SLOW: Final = "prefill_slow"
 NOT_SUPPORTED: Final = "not_supported"
 TRANSFER_FAILED: Final = "transfer_failed"
-OUTCOMES: Final = (TRANSFERRED, PREFILL_FAILED, PREFILL_SLOW, NOT_SUPPORTED, TRANSFER_FAILED)
-"""How the prefill on another node ended, in the metrics."""
+DECODE_FAILED: Final = "decode_failed"
+OUTCOMES: Final = (TRANSFERRED, PREFILL_FAILED, PREFILL_SLOW, NOT_SUPPORTED, TRANSFER_FAILED, DECODE_FAILED)
 
+# What happens once a try has left its node.
+GO: Final = 0
+"""Another open try takes its place, or the next node is asked."""
+MOVE: Final = 1
+"""The node that was chosen for it gets the call."""
+FALL_BACK: Final = 2
+"""The decode node gets the whole request, without a KV cache from elsewhere."""
 
 UNSUPPORTED_S: Final = 60.0
 """A node whose answer had no KV transfer parameters prefills for no other node for this time."""
-UNFINISHED: Final = (None, "length", "not_finished")
-"""How an answer ends that another node could continue. Else it ended with its first token: nothing is to transfer."""
+NO_MODEL: Final = "(other)"
+"""The model of calls whose model is not known, in figures of traffic."""
+ANOTHER_ISLAND: Final = "moves to another island"
+_REASONS: Final = {status: f"HTTP status {status}" for status in range(400, 600)}
+"""Strings that many decisions keep."""
+_ROLE_NAMES: Final = {
+    Role.FIRST: WHOLE, Role.MOVE: WHOLE, Role.HEDGE: HEDGE, Role.PREFILL: PREFILL, Role.DECODE: DECODE,
+}  # fmt: skip
+_NAME_CHARACTERS: Final = " !#$&'()*+,/:;<=>?@[]^`{|}"
+"""Characters of a node's name that need no escape in a header, beside letters and digits."""
+_FAILED: Final = Outcome.FAILED
+_BUSY: Final = Outcome.BUSY
+_CANCELLED: Final = Outcome.CANCELLED
+_FIRST: Final = Role.FIRST
+_MOVE: Final = Role.MOVE
+_HEDGE: Final = Role.HEDGE
+_PREFILL: Final = Role.PREFILL
+_DECODE: Final = Role.DECODE
+_ANSWER: Final = Verdict.ANSWER
+"""Looking up a member of an enumeration takes three times as long as a global name."""
+
+End = tuple[Outcome, Node, int, int, float, float]
+"""The outcome, the node tried last, the number of nodes tried, the status, and the times of the first token (0.0
+without one) and of the end."""
 
 
-class Phase(enum.Enum):
-    PREFILLING = "prefilling"
-    TRANSFERRING = "transferring"
-    OVER = "over"
+class Plan:
+    """What happens when a try has left its node."""
 
-
-class SplitRequest:
-    __slots__ = (
-        "_attempts", "_decision", "_dispatcher", "cached_tokens", "decode_sent", "failed_prefill", "pair", "phase",
-        "prefill_ticket", "sent_s", "transfer",
-    )  # fmt: skip
+    kind: int
+    outcome: Outcome
+    """That of the try."""
+    reason: str
+    other: Node | None
+    """The node that gets the call, if that is decided."""
+    split_outcome: str
+    """Of a try of a pair: how the split ends, in the metrics."""
+    status: int
+    error: NodeError | None
+    """What the pair's prefill node answered, if it failed."""
 
     def __init__(
-        self, attempts: Attempts, dispatcher: Dispatcher, decision: Decision, pair: Pair,
-        failed_prefill: tuple[Node, ...] = (),
+        self, kind: int, outcome: Outcome, reason: str, other: Node | None = None, split_outcome: str = "",
+        status: int = 0, error: NodeError | None = None,
     ) -> None:  # fmt: skip
-        self._attempts = attempts
-        self._dispatcher = dispatcher
-        self._decision = decision
+        self.kind = kind
+        self.outcome = outcome
+        self.reason = reason
+        self.other = other
+        self.split_outcome = split_outcome
+        self.status = status
+        self.error = error
+
+
+class Try:
+    """One sending of a call to one node."""
+
+    number: int
+    role: Role
+    ticket: Ticket
+    node: Node
+    state: int
+    plan: Plan | None = None
+    """Set while it is LEAVING."""
+
+    def __init__(self, number: int, role: Role, ticket: Ticket, state: int = SENT) -> None:
+        self.number = number
+        self.role = role
+        self.ticket = ticket
+        self.node = ticket.node
+        self.state = state
+
+
+class Split:
+    """A call that one node prefills and another one decodes, until its response begins."""
+
+    decision: Decision
+    pair: Pair
+    prefill: Try
+    failed_prefill: tuple[Node, ...]
+    """Prefill nodes that failed at this call."""
+    phase: int = PREFILLING
+    kv_from: int = 0
+    """The prefill try whose KV cache can be fetched; 0: none."""
+    decode_sent: bool = False
+    """Whether a decode node may have fetched the KV cache. The engine may release it then."""
+    sent_s: float = 0.0
+    """When the decode request was sent."""
+    cached_tokens: int | None = None
+    """Prompt tokens that the prefill node reported as cached."""
+
+    def __init__(self, decision: Decision, pair: Pair, prefill: Try, failed_prefill: tuple[Node, ...]) -> None:
+        self.decision = decision
         self.pair = pair
+        self.prefill = prefill
         self.failed_prefill = failed_prefill
-        """Prefill nodes that failed at this request."""
-        self.phase = Phase.OVER
-        self.prefill_ticket: Ticket
-        self.transfer: Any = None
-        """What the prefill node's response says about its KV cache, for the driver."""
-        self.decode_sent = False
-        """Whether a decode node may have fetched the KV cache."""
-        self.sent_s = 0.0
-        """When the decode request was sent."""
-        self.cached_tokens: int | None = None
-        """Prompt tokens that the prefill node reported as cached."""
+
+
+class Call:
+    """One request of a client: everything that the router knows of it."""
+
+    # what arrived
+    id: int
+    request: RoutingRequest
+    request_id: bytes = b""
+    lookup: Lookup | None = None
+    repeatable: bool = True
+    """Whether the request may be sent to a second node while the first one may still execute it."""
+    envoy: bool = False
+    """Whether Envoy sends the request, and sends it again if a node fails."""
+    names_node: bool = False
+    """Whether the response's head names the node."""
+    kept: Any = None
+    """What others want back when the call has ended."""
+    charge: RequestCharge | None = None
+    """What the call took of its tenant's rate limit."""
+    # where it stands
+    state: int = READING
+    at_envoy: bool = False
+    """Whether Envoy has the request: it cannot be taken back."""
+    main: Try | None = None
+    """The try that would answer."""
+    hedge: Try | None = None
+    """A try on a second node that has the request, too."""
+    split: Split | None = None
+    """Set if another node prefilled the prompt for this one, or tried to."""
+    numbers: int = 0
+    """The number of the last try."""
+    tried: int = 0
+    """Nodes that the call was sent to."""
+    decision: Decision | None = None
+    failover: Failover | None = None
+    """Set once a try has failed."""
+    overdue_s: float = 0.0
+    """When a hedge may be sent; 0.0: not computed yet."""
+    deadline_slot: int = 0
+    """When its deadlines are looked at next (core/overdue.py); 0: they end nothing."""
+    # what is remembered of it
+    entered_s: float = 0.0
+    """When it asked for a node."""
+    admitted_s: float = 0.0
+    """When it was sent to its first node; 0.0: never."""
+    ended_s: float = 0.0
+    record: DecisionRecord | None = None
+    """The decision by which it got its first node, if decisions are remembered."""
+    status: int = 0
+    """What the client got; 0: nothing."""
+    code: str = ""
+    """Of the error that the router ended it with."""
+    usage: Usage | None = None
+    """What its response reported."""
+    outcome: Outcome | None = None
+    """How it ended; None while it runs, and if no node got it."""
+    left: Left | None = None
+    """Why the edge ended it, if it did."""
+    end: End | None = None
+    failed_tries: tuple[FailedTry, ...] = ()
+    """The first MAX_TRIES of them, and an error that went to the client."""
+    poison: bool = False
+    """Whether nodes that serve other requests failed at this one (core/failover.py)."""
+    history: CallHistory | None = None
+
+    def __init__(self, id: int, request: RoutingRequest) -> None:
+        self.id = id
+        self.request = request
+
+    @property
+    def queued_ms(self) -> float:
+        """How long it waited for its first node."""
+        return (self.admitted_s - self.entered_s) * 1000.0
+
+    @property
+    def answering(self) -> bool:
+        return self.state == ANSWERING
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether the edge was asked to give up one of its tries."""
+        main, hedge = self.main, self.hedge
+        return (main is not None and main.state == LEAVING) or (hedge is not None and hedge.state == LEAVING)
+
+    def forget(self) -> None:
+        """Whoever wanted the call back has read it."""
+        self.request.forget_text()
+        self.kept = self.history = None
+
+    def find(self, number: int) -> Try | None:
+        """Return an open try by its number."""
+        main, hedge, split = self.main, self.hedge, self.split
+        if main is not None and main.number == number:
+            return main
+        if hedge is not None and hedge.number == number:
+            return hedge
+        if split is not None and split.phase == PREFILLING and split.prefill.number == number:
+            return split.prefill
+        return None
+
+    def nodes(self) -> tuple[Node, ...]:
+        """Return the nodes that the call waits for."""
+        found: tuple[Node, ...] = (self.main.node,) if self.main is not None else ()
+        if self.hedge is not None:
+            found = (*found, self.hedge.node)
+        if self.split is not None and self.split.phase != OVER:
+            found = (*found, self.split.pair.prefill_node)
+        return found
+
+
+class TicketEvent(NamedTuple):
+    call: Call
+    ticket: Ticket
+    opened: bool
+    """Else it was closed."""
+
+
+class Calls:
+    """All open calls, and what each event does to them. The Brain (core/brain.py) says when."""
+
+    def __init__(
+        self, fleet: Fleet, router: Router, admission: Admission, counters: Counters, overdue: OverdueRule,
+        max_attempts: int, traffic: Traffic | None, journal: LastDecisions | None, keeps_tickets: bool,
+    ) -> None:  # fmt: skip
+        self.fleet = fleet
+        self.router = router
+        self.admission = admission
+        self.counters = counters
+        self.overdue = overdue
+        self.max_attempts = max_attempts
+        """Nodes that a call may be sent to; 0: all of them."""
+        self.traffic = traffic
+        self.journal = journal
+        self.deadlines = Deadlines()
+        self.open: dict[int, Call] = {}
+        """Calls that have not ended, by number."""
+        self.ended_calls: list[Call] = []
+        """Those of the ended ones that somebody wants back, until he has fetched them."""
+        self.waiting: dict[Call, None] = {}
+        """Calls that were sent to a node and have no byte of a response, in the order in which they were sent."""
+        self.splits: dict[Call, None] = {}
+        """Those of them that another node prefills, or has prefilled, for the one that will answer."""
+        self.freed: dict[Node, None] = {}
+        """Nodes that may have room for queued calls."""
+        self.on_freed: Callable[[], object] | None = None
+        """Called when a node may have room because of a call of this process, if the process has peers."""
+        self.commands: list[Command] = []
+        self.sent = 0
+        """Calls that were sent to a first node."""
+        self.decisions: dict[tuple[str, str], int] = {}
+        """The same by policy and reason of their decision."""
+        self.failed_tries = FailedTryLog()
+        self.ticket_log: list[TicketEvent] | None = [] if keeps_tickets else None
+        """Tickets that were opened and closed, for policies that follow them; None: nobody does."""
+        self.last_error: BaseException | None = None
+        """What failed in the core, if anything did."""
+
+    # Arrival.
+
+    def charge(self, event: Charge, now_s: float) -> None:
+        """A tenant with limits: take one request from them before its prompt is read."""
+        call = self.open[event.id] = Call(event.id, event.request)
+        try:
+            call.charge = event.limits.begin(now_s, event.body_bytes, event.has_output)
+        except RateLimited as why:
+            self._reject_unsent(call, why, now_s)
+
+    def arrive(self, call: Call, event: Arrive, now_s: float) -> None:
+        """The prompt is read: take the tenant's tokens, and ask for a node."""
+        request, admission = event.request, self.admission
+        call.request_id = event.request_id
+        call.lookup = event.prompt
+        call.entered_s = now_s
+        call.state = WAITING
+        if not event.repeatable:
+            call.repeatable = False
+        if event.envoy:
+            call.envoy = True
+        if event.names_node:
+            call.names_node = True
+        if event.kept is not None:
+            call.kept = event.kept
+            call.history = CallHistory(now_s, admission.queue.waiting, tries=[])
+        try:
+            if call.charge is not None:
+                call.charge.take_tokens(event.prompt_tokens, self.expected_output(request), now_s)
+            placed = admission.place(call, now_s)
+            while isinstance(placed, QueuedRequest):  # it goes first
+                if admission.rejected:
+                    self.reject_those_that_lost(now_s)
+                self.admit(placed.call, placed.decision, now_s)
+                placed = admission.place(call, now_s, again=True)
+        except RoutingError as why:
+            self._reject_unsent(call, why, now_s)
+            return
+        finally:
+            if admission.rejected:
+                self.reject_those_that_lost(now_s)
+        if placed is not None:
+            self.admit(call, placed, now_s)
+        elif call.history is not None:
+            call.history.queued = True
+
+    def reject_those_that_lost(self, now_s: float) -> None:
+        """Reject the calls that admission took out of its queue."""
+        rejected, self.admission.rejected = self.admission.rejected, []
+        for call, why in rejected:
+            if call.state != WAITING:
+                continue
+            try:
+                if not isinstance(why, RoutingError):
+                    raise why
+                self._reject_unsent(call, why, now_s)
+            except Exception as error:
+                self.fail_internally(call, error, now_s)
+
+    def answer_now(self, call: Call, _event: AnswerNow, now_s: float) -> None:
+        """Envoy will not wait longer: the call goes to its best node, although that has no room, or is shed."""
+        admission = self.admission
+        if call.request.priority == LOW:
+            self._reject_unsent(call, admission.held_too_long(call, now_s), now_s)
+            return
+        admission.queue.cancel(call)
+        try:
+            decision = self.router.decide(call.request, now_s, call.lookup)
+            if decision.is_full:
+                decision = admission.below_limits(call.request, decision, now_s)
+            if decision.is_full:
+                raise admission.nodes_full(decision)
+        except RoutingError as why:
+            self._reject_unsent(call, why, now_s)
+        else:
+            self.admit(call, decision, now_s)
+
+    def admit(self, call: Call, decision: Decision, now_s: float) -> None:
+        """Send a call to its first node. An error ends this call, and no other."""
+        call.decision = decision
+        call.admitted_s = now_s
+        call.state = TRYING
+        try:
+            journal = self.journal
+            if journal is not None and journal.on:
+                call.record = decision.record()
+                journal.add(call)
+            elif call.kept is not None:
+                call.record = decision.record()
+            if call.history is not None:
+                call.history.decided_s = decision.query.now_s if decision.query is not None else call.entered_s
+            self.sent += 1
+            query, decisions = decision.query, self.decisions
+            # The reason of a move names islands and times.
+            reason = decision.reason if query is None or not query.move_reason else ANOTHER_ISLAND
+            key = (decision.policy, reason)
+            decisions[key] = decisions.get(key, 0) + 1
+            if query is None or query.group.has_roles:
+                if not self._try(call, decision, decision.node, _FIRST, now_s):
+                    self._next(call, _BUSY, decision.node, now_s)
+            else:
+                call.tried = 1
+                self._send_whole(call, decision, decision.node, _FIRST, now_s)
+            if call.request.ends_late and not call.envoy and call.state != DONE:
+                self.deadlines.watch(call, now_s)
+        except Exception as error:
+            self.fail_internally(call, error, now_s)
+
+    def fill(self, now_s: float) -> None:
+        """Send queued calls to nodes that became free."""
+        admission = self.admission
+        freed, self.freed = self.freed, {}
+        if not admission.queue.waiting:
+            return
+        admission.changed()
+        while True:
+            try:
+                queued = admission.next_for(freed, now_s)
+            except RoutingError as error:
+                self.note_failure(error, None)
+                break
+            if admission.rejected:
+                self.reject_those_that_lost(now_s)
+            if queued is None:
+                break
+            self.admit(queued.call, queued.decision, now_s)
 
     # Sending.
 
-    def begin(self, node: Node, now_s: float) -> None:
+    def _try(self, call: Call, decision: Decision, node: Node, role: Role, now_s: float) -> bool:
+        """Send the call to a node, or to two. Return False if the node needs another one to prefill, and none does."""
+        query, needs_partner = decision.query, node.needs_partner
+        may_split = call.split is not None or query is None or query.group.has_roles
+        may_split = may_split and (decision.pair is not None or call.split is not None or needs_partner)
+        if may_split and self._find_pair(call, decision, node, now_s):
+            return True
+        if needs_partner:
+            self._note_missing_partner(call, node, now_s)
+            return False
+        call.tried += 1
+        self._send_whole(call, decision, node, role, now_s)
+        return True
+
+    def _send_whole(self, call: Call, decision: Decision, node: Node, role: Role, now_s: float) -> None:
+        call.numbers = number = call.numbers + 1
+        ticket = self.router.dispatch(decision, node, now_s)
+        call.main = try_ = Try(number, role, ticket)
+        call.overdue_s = 0.0
+        if self.ticket_log is not None:
+            self.ticket_log.append(TicketEvent(call, ticket, True))
+        send = Send(call.id, number, node.number, role, ticket.rank, True)
+        self.commands.append(send)
+        if call.charge is not None or call.names_node:
+            self._add_lines(call, try_, send, now_s)
+        if call.envoy:
+            call.at_envoy = True
+            send.fallbacks = self._fallbacks(call, decision, node)
+        else:
+            self.waiting[call] = None
+
+    def _open(
+        self, call: Call, role: Role, decision: Decision, node: Node, now_s: float, kind: type[Dispatch] = Dispatch,
+        counted: bool = False,
+    ) -> Try:  # fmt: skip
+        """Open the ticket of a try that is not sent yet. `counted`: as for Router.dispatch."""
+        call.numbers += 1
+        try_ = Try(call.numbers, role, self.router.dispatch(decision, node, now_s, kind, counted), RESERVED)
+        if self.ticket_log is not None:
+            self.ticket_log.append(TicketEvent(call, try_.ticket, True))
+        return try_
+
+    def _add_lines(self, call: Call, try_: Try, send: Send, now_s: float) -> None:
+        """Add the headers of the response that say what is left of the tenant's limits, and that name the node."""
+        if call.charge is not None:
+            send.limit_lines = call.charge.headers(now_s)
+        if call.names_node:
+            send.node_lines = self._node_lines(call, try_)
+
+    def _send_decode_request(self, call: Call, split: Split, main: Try, now_s: float) -> None:
+        """Send a decode node its request, which names the KV cache that it fetches."""
+        main.state = SENT
+        rank = main.ticket.rank
+        send = Send(call.id, main.number, main.node.number, main.role, rank, True, split.prefill.number)
+        send.prefill_node = split.pair.prefill_node.number
+        send.needs_partner = main.node.needs_partner
+        self._add_lines(call, main, send, now_s)
+        self.commands.append(send)
+
+    def _fallbacks(self, call: Call, decision: Decision, node: Node) -> tuple[int, ...]:
+        """Return the nodes that Envoy may try after this one."""
+        subset = call.request.subset
+        return tuple(
+            other.number for other in (decision.node, *decision.fallbacks())
+            if not (
+                other is node or other.needs_partner or other.role == "prefill" or other.is_full
+                or (subset is not None and other.name not in subset)
+            )
+        )  # fmt: skip
+
+    def _node_lines(self, call: Call, try_: Try) -> tuple[tuple[bytes, bytes], ...]:
+        """Return headers that name the node, the prefill node and the predicted cache hit."""
+        ticket, split = try_.ticket, call.split
+        found: tuple[tuple[bytes, bytes], ...] = ((b"X-Warmroute-Node", _header_name(try_.node)),)
+        if not isinstance(ticket, Dispatch):
+            return found
+        cached = ticket.cached
+        if split is not None and isinstance(ticket, DecodeDispatch):
+            found = (*found, (b"X-Warmroute-Prefill-Node", _header_name(split.pair.prefill_node)))
+            if isinstance(split.prefill.ticket, Dispatch):
+                cached = split.prefill.ticket.cached
+        return (*found, (b"X-Warmroute-Hit", b"%d/%d" % (cached, ticket.tokens)))
+
+    def send_hedge(self, call: Call, now_s: float) -> bool:
+        """Send a call to a second node as well. Return False if none is up and has room."""
+        main, has_room = call.main, self.admission.has_room
+        assert main is not None
+        node = main.node
+        other = self.other_node(
+            call, now_s, lambda other: other is not node and not other.needs_partner and has_room(other, now_s)
+        )
+        if other is None or call.failover is None:
+            return False
+        call.tried += 1
+        call.hedge = try_ = self._open(call, _HEDGE, call.failover.decision, other, now_s)
+        try_.state = SENT
+        send = Send(call.id, try_.number, other.number, _HEDGE, try_.ticket.rank, True)
+        self._add_lines(call, try_, send, now_s)
+        self.commands.append(send)
+        self.counters.hedges += 1
+        return True
+
+    def may_try_another(self, call: Call) -> bool:
+        return not call.at_envoy and (not self.max_attempts or call.tried < self.max_attempts)
+
+    def other_node(self, call: Call, now_s: float, accepts: Callable[[Node], bool]) -> Node | None:
+        """Return a node that is up, by a new decision; None if there is none or the call may not be sent again."""
+        if not self.may_try_another(call):
+            return None
+        return self._failover_of(call).other_node(self.router, call.request, call.lookup, now_s, accepts)
+
+    def _failover_of(self, call: Call) -> Failover:
+        failover = call.failover
+        if failover is None:
+            assert call.decision is not None
+            failover = call.failover = Failover(call.decision)
+        return failover
+
+    def expected_output(self, request: RoutingRequest) -> float:
+        """Return the output tokens that are expected of a request."""
+        return self.router.output_lengths.expected(request.model, request.tenant, request.max_output_tokens)
+
+    # Pairs: one node prefills, another one decodes.
+
+    def _find_pair(self, call: Call, decision: Decision, node: Node, now_s: float) -> bool:
+        """Send a call to `node` and to a prefill node. Return False if there is none: then `node` gets the request
+        alone, or not at all if it needs a partner."""
+        if not call.request.may_split:
+            return False
+        split, pair = call.split, decision.pair
+        failed: tuple[Node, ...] = split.failed_prefill if split is not None else ()
+        if split is not None and node is split.pair.prefill_node:  # a mixed node: it has the prompt already
+            split.failed_prefill = (*failed, node)
+            self._abandon_pair(call, split, now_s)
+            return False
+        same_engine = split is not None and node.engine == split.pair.prefill_node.engine
+        if split is not None and not failed and node.transfers_kv and same_engine:
+            if split.phase == PREFILLING and not node.needs_partner:  # only the decode node has failed
+                self._reserve(call, split, node, now_s)
+                return True
+            if split.kv_from and not split.decode_sent:
+                self._reserve(call, split, node, now_s)
+                self._send_decode(call, split, now_s)
+                return True
+            pair = Pair(split.pair.prefill_node, 0.0)
+        elif node is not decision.node:
+            pair = None
+        if pair is None or pair.prefill_node in failed or not _is_usable(pair.prefill_node):
+            partner = self.router.partner(decision, node, failed) if node.needs_partner else None
+            if partner is None:
+                if split is not None:
+                    self._abandon_pair(call, split, now_s)
+                return False
+            pair = Pair(partner, 0.0)
+        if split is not None:
+            self._abandon_pair(call, split, now_s)
+        self._begin_pair(call, decision, pair, failed, node, now_s)
+        return True
+
+    def _begin_pair(
+        self, call: Call, decision: Decision, pair: Pair, failed: tuple[Node, ...], node: Node, now_s: float
+    ) -> None:
         """Send the request to the prefill node; `node` will decode."""
-        attempts, dispatcher = self._attempts, self._dispatcher
-        attempts.split = self
-        self.phase = Phase.PREFILLING
-        self.pair.prefill_node.transfer_tokens += self.pair.transfer_tokens
-        self.prefill_ticket = dispatcher.router.dispatch(self._decision, self.pair.prefill_node, now_s, PrefillDispatch)
-        self.reserve(node, now_s)
-        attempts.driver.send_prefill(self.pair.prefill_node, node)
-        if node.needs_partner and self.phase is Phase.PREFILLING:
-            self.decode_sent = True
-            self.sent_s = now_s
-            attempts.driver.send(node)
+        prefill_node = pair.prefill_node
+        prefill_node.transfer_tokens += pair.transfer_tokens
+        prefill = self._open(call, _PREFILL, decision, prefill_node, now_s, PrefillDispatch)
+        prefill.state = SENT
+        call.split = split = Split(decision, pair, prefill, failed)
+        self._reserve(call, split, node, now_s)
+        send = Send(call.id, prefill.number, prefill_node.number, _PREFILL, prefill.ticket.rank)
+        send.kv_from, send.needs_partner = node.number, node.needs_partner
+        self.commands.append(send)
+        if node.needs_partner:  # it gets its request at the same time
+            main = call.main
+            assert main is not None
+            split.decode_sent = True
+            split.sent_s = now_s
+            self._send_decode_request(call, split, main, now_s)
 
-    def reserve(self, node: Node, now_s: float) -> None:
+    def _reserve(self, call: Call, split: Split, node: Node, now_s: float) -> None:
         """Open the ticket on the node that will decode."""
-        attempts, dispatcher = self._attempts, self._dispatcher
-        is_first = not attempts.tried
-        ticket = attempts.ticket = dispatcher.router.dispatch(self._decision, node, now_s, DecodeDispatch)
-        attempts.overdue_s = 0.0
-        attempts.tried += 1
-        self._wait()
-        dispatcher.splits[attempts] = None
+        is_first = not call.tried
+        call.main = main = self._open(call, _DECODE, split.decision, node, now_s, DecodeDispatch)
+        ticket = main.ticket
+        call.overdue_s = 0.0
+        call.tried += 1
+        self._wait_again(call)
+        self.splits[call] = None
         if isinstance(ticket, DecodeDispatch):
-            if is_first and self._may_move:
+            if is_first and self._may_choose_again(call, split):
                 ticket.hold()
-            elif node is not self._decision.node:
-                self._expect_transfer(ticket, now_s)
+            if node is not split.decision.node:
+                self._expect_transfer(split, ticket, now_s)
 
-    def _wait(self) -> None:
-        """Put the request behind those that were sent before its ticket was opened."""
-        waiting = self._dispatcher.waiting
-        waiting.pop(self._attempts, None)
-        waiting[self._attempts] = None
+    def _wait_again(self, call: Call) -> None:
+        """Put the call behind those that were sent before its ticket was opened."""
+        self.waiting.pop(call, None)
+        self.waiting[call] = None
 
-    def _expect_transfer(self, ticket: DecodeDispatch, now_s: float) -> None:
+    @staticmethod
+    def _expect_transfer(split: Split, ticket: DecodeDispatch, now_s: float) -> None:
         """Expect the transfer to another decode node than that of the decision, which lacks other tokens."""
-        query, pair, tokens = self._decision.query, self.pair, float(ticket.missing_tokens)
-        if query is None or self.phase is Phase.OVER:
+        query, pair, tokens = split.decision.query, split.pair, float(ticket.missing_tokens)
+        if query is None or split.phase == OVER:
             return
         speed = query.group.transfer_speeds.between(pair.prefill_node.island, ticket.node.island)
         pair.prefill_node.transfer_tokens += tokens - pair.transfer_tokens
         ms = transfer_ms(speed.ms_per_token(now_s), tokens)
-        self.pair = Pair(pair.prefill_node, tokens, pair.price, ms, pair.alone_ms)
-
-    @property
-    def _may_move(self) -> bool:
-        """Whether the decode node is chosen a second time."""
-        attempts = self._attempts
-        return self.pair.price is not None and attempts.tried == 1 and not attempts.ticket.node.needs_partner
-
-    def _choose_decode_node(self, now_s: float) -> None:
-        """The prompt is prefilled. Move the ticket if another decode node is cheaper by now."""
-        attempts, dispatcher = self._attempts, self._dispatcher
-        ticket = attempts.ticket
-        if not self._may_move:
-            return
-        node = dispatcher.router.decode_node(self._decision, self.pair, ticket.node, now_s)
-        if node is ticket.node:
-            return
-        moved = attempts.ticket = dispatcher.router.dispatch(self._decision, node, now_s, DecodeDispatch, counted=True)
-        self._wait()
-        if isinstance(moved, DecodeDispatch):
-            self._expect_transfer(moved, now_s)
-            if isinstance(ticket, DecodeDispatch):
-                moved.take_counts(ticket)
-        dispatcher.close_ticket(attempts, ticket, Outcome.CANCELLED, now_s, sent=False)
-
-    def _begin_decode(self) -> None:
-        self.phase = Phase.TRANSFERRING
-        query = self._decision.query
-        if isinstance(ticket := self._attempts.ticket, DecodeDispatch) and query is not None:
-            ticket.begin_decode(query.lookup.cache_group if query.lookup is not None else "")
-
-    def send_decode(self, now_s: float) -> None:
-        self._begin_decode()
-        self.sent_s = now_s
-        self.decode_sent = True  # the driver clears it if it could not connect
-        self._attempts.driver.send(self._attempts.ticket.node)
-
-    @property
-    def is_current(self) -> bool:
-        """Whether the request is still split this way. What the driver says about an earlier pair is ignored."""
-        return self._attempts.split is self
-
-    # From the driver.
-
-    def prefill_ended(
-        self, transfer: Any, usage: Usage | None, now_s: float, finish_reason: str | None = None
-    ) -> None:  # fmt: skip
-        """The prefill node has answered. `transfer`: None if its answer does not say where its KV cache is.
-        `finish_reason`: that of an answer without `transfer`."""
-        if self.phase is not Phase.PREFILLING or not self.is_current:
-            return
-        ticket, concurrent = self.prefill_ticket, self._attempts.ticket.node.needs_partner
-        ticket.node.last_served_s = now_s
-        if transfer is None and not concurrent:
-            ticket.first_token(now_s)
-            if finish_reason in UNFINISHED:
-                self._ban(ticket.node, now_s)
-            self._fall_back(NOT_SUPPORTED, Outcome.OK, "no KV transfer parameters", now_s)
-            return
-        ticket.first_token(now_s)
-        if usage is not None:
-            self.cached_tokens = usage[1]
-            if isinstance(ticket, Dispatch):
-                ticket.record_usage(usage[0], usage[1], None, now_s)
-        ticket.node.last_progress_s = now_s
-        self.transfer = transfer
-        if concurrent:
-            self._begin_decode()
-        else:
-            self._choose_decode_node(now_s)
-        self._close_prefill(Outcome.OK, now_s)
-        if not concurrent:
-            self.send_decode(now_s)
+        split.pair = Pair(pair.prefill_node, tokens, pair.price, ms, pair.alone_ms)
 
     @staticmethod
-    def _ban(node: Node, now_s: float) -> None:
-        """Let a node prefill for no other one for a while."""
-        if not node.no_transfer_until_s:
-            log.warning(
-                "kv_transfer_missing",
-                "The node's answer has no KV transfer parameters. Check that its engine has a KV connector.",
-                node=node.name,
-            )
-        node.no_transfer_until_s = now_s + UNSUPPORTED_S
+    def _may_choose_again(call: Call, split: Split) -> bool:
+        """Whether the decode node is chosen a second time when the prompt is prefilled."""
+        main = call.main
+        assert main is not None
+        return split.pair.price is not None and call.tried == 1 and not main.node.needs_partner
 
-    def prefill_refused(self, reason: str, now_s: float) -> None:
-        """No process listens at the prefill node's address."""
-        if not self.is_current:
+    def _choose_decode_node(self, call: Call, split: Split, now_s: float) -> None:
+        """The prompt is prefilled. Move the ticket if another decode node is cheaper by now."""
+        before = call.main
+        assert before is not None
+        if not self._may_choose_again(call, split):
             return
-        node = self.prefill_ticket.node
-        self._dispatcher.fleet.check_failed(node, now_s, reason)
-        if self.phase is Phase.PREFILLING and self.prefill_ticket.node is node:  # else it has left with the others
-            self.prefill_failed(Outcome.FAILED, reason, now_s)
+        node = self.router.decode_node(split.decision, split.pair, before.node, now_s)
+        if node is before.node:
+            return
+        call.main = main = self._open(call, _DECODE, split.decision, node, now_s, DecodeDispatch, counted=True)
+        moved = main.ticket
+        self._wait_again(call)
+        if isinstance(moved, DecodeDispatch):
+            self._expect_transfer(split, moved, now_s)
+            if isinstance(before.ticket, DecodeDispatch):
+                moved.take_counts(before.ticket)
+        self.close(call, before, _CANCELLED, now_s, sent=False)
 
-    def prefill_failed(
-        self, outcome: Outcome, reason: str, now_s: float, status: int = 0, error: NodeError | None = None
-    ) -> None:
-        if self.phase is Phase.PREFILLING and self.is_current:
-            self._fall_back(PREFILL_FAILED, outcome, reason, now_s, status, error)
+    @staticmethod
+    def _begin_decode(call: Call, split: Split) -> None:
+        split.phase = TRANSFERRING
+        query, main = split.decision.query, call.main
+        if main is not None and query is not None and isinstance(main.ticket, DecodeDispatch):
+            main.ticket.begin_decode(query.lookup.cache_group if query.lookup is not None else "")
 
-    def transfer_failed(self, reason: str, now_s: float, status: int = 0, error: NodeError | None = None) -> None:
-        """The decode node answered with an error, or the KV cache is gone. The client has received nothing."""
-        if self.phase is not Phase.OVER and self.is_current:
-            self._fall_back(TRANSFER_FAILED, Outcome.CANCELLED, reason, now_s, status, error)
+    def _send_decode(self, call: Call, split: Split, now_s: float) -> None:
+        main = call.main
+        assert main is not None
+        self._begin_decode(call, split)
+        split.sent_s = now_s
+        split.decode_sent = True
+        self._send_decode_request(call, split, main, now_s)
 
-    # Nodes that go down, and nodes that hang.
+    def prefilled(self, call: Call, try_: Try, event: Prefilled, now_s: float) -> None:
+        """The prefill node has answered."""
+        split, main = call.split, call.main
+        if split is None or main is None or split.prefill is not try_:
+            return
+        node, concurrent = try_.node, main.node.needs_partner
+        node.last_served_s = now_s
+        if not event.has_transfer and not concurrent:
+            try_.ticket.first_token(now_s)
+            if event.is_unfinished:
+                _ban(node, now_s)
+            plan = Plan(FALL_BACK, Outcome.OK, "no KV transfer parameters", None, NOT_SUPPORTED)
+            self._fall_back(call, split, plan, now_s)
+            return
+        try_.ticket.first_token(now_s)
+        usage = event.usage
+        if usage is not None:
+            usage = node.reported.usage(*usage)
+            split.cached_tokens = usage[1]
+            if isinstance(try_.ticket, Dispatch):
+                try_.ticket.record_usage(usage[0], usage[1], None, now_s)
+        node.last_progress_s = now_s
+        split.kv_from = try_.number
+        if concurrent:
+            self._begin_decode(call, split)
+        else:
+            self._choose_decode_node(call, split, now_s)
+        self.close(call, try_, Outcome.OK, now_s)
+        if not concurrent:
+            self._send_decode(call, split, now_s)
 
-    @property
-    def prefill_node(self) -> Node | None:
-        """The node that the response still depends on, besides the decode node."""
-        return self.pair.prefill_node if self.phase is not Phase.OVER else None
+    def _give_pair_up(self, call: Call, split: Split, plan: Plan) -> None:
+        self._is_over(call, split)
+        self.counters.split_requests[plan.split_outcome] += 1
+        split.kv_from = 0
+        split.failed_prefill = (*split.failed_prefill, split.pair.prefill_node)
 
-    def leave(self, reason: str, now_s: float) -> None:
-        """The prefill node is down or was removed."""
-        if self.phase is Phase.PREFILLING:
-            self._fall_back(PREFILL_FAILED, Outcome.FAILED, reason, now_s)
-        elif self.phase is Phase.TRANSFERRING:
-            name = self.pair.prefill_node.name
-            self._fall_back(TRANSFER_FAILED, Outcome.CANCELLED, f"its prefill node {name} failed: {reason}", now_s)
+    def _fall_back(self, call: Call, split: Split, plan: Plan, now_s: float) -> None:
+        """Let the decode node serve the request alone. The plan's outcome is that of the prefill node, if it has not
+        answered."""
+        main, reason = call.main, plan.reason
+        assert main is not None
+        node, prefilling = main.node, split.phase == PREFILLING
+        self._give_pair_up(call, split, plan)
+        failed = split.failed_prefill
+        self.waiting.pop(call, None)
+        if prefilling:
+            self.close(call, main, _CANCELLED, now_s)
+            self._close_prefill(call, split, plan, now_s)
+        else:
+            self.close(call, main, _CANCELLED, now_s, reason, status=plan.status, error=plan.error)
+        log.debug("split_request_fell_back", node=node.name, reason=reason)
+        poison = self._failover_of(call).is_poison
+        if node.needs_partner:
+            if not poison and not self.may_try_another(call):
+                self._end_pair(call, split, now_s)
+                return
+            usable = not (poison or node.draining or node.health.confirmed_down)
+            partner = self.router.partner(split.decision, node, failed) if usable else None
+            if partner is not None:
+                self._begin_pair(call, split.decision, Pair(partner, 0.0), failed, node, now_s)
+            else:
+                self._note_missing_partner(call, node, now_s)
+                self._next(call, _BUSY, node, now_s)
+        elif is_late(call.request, now_s) and not poison:
+            self._end_pair(call, split, now_s)
+        elif poison or node.draining or node.health.confirmed_down:  # since the edge was asked
+            self._note_missing_partner(call, node, now_s)
+            self._next(call, _BUSY, node, now_s)
+        else:
+            self._send_whole(call, split.decision, node, _MOVE, now_s)
 
-    def check(self, now_s: float) -> None:
-        """Leave a prefill node that looks as if it hangs. Called every hedging.CHECK_S."""
-        if self.phase is Phase.PREFILLING:
-            ticket = self.prefill_ticket
-            price = self.pair.price
-            expected_ms = max(ticket.expected_ttft_ms, price.wait + price.prefill if price is not None else 0.0)
-            if self._hangs(ticket.node, ticket.opened_s, expected_ms, now_s):
+    def _end_pair(self, call: Call, split: Split, now_s: float) -> None:
+        """End a call whose prefill failed, and that must not be sent again."""
+        call.main = None
+        node = split.pair.prefill_node
+        self._failover_of(call).add(node, _CANCELLED)  # its failure is counted already
+        self._fail(call, _FAILED, None, now_s, node=node)
+
+    def _note_missing_partner(self, call: Call, node: Node, now_s: float) -> None:
+        """A decode node cannot serve the call, since no node prefills for it."""
+        call.main = None
+        failover = self._failover_of(call)
+        failover.add(node, _BUSY)
+        failover.answered(node, _BUSY, 0, None, now_s)
+
+    def _leave_prefill_node(self, call: Call, split: Split, why: str, reason: str, now_s: float) -> None:
+        """The prefill node is down, was removed, or hangs."""
+        if split.phase == PREFILLING:
+            self.commands.append(Withdraw(call.id, split.prefill.number))
+            self._leave_pair(call, split, Plan(FALL_BACK, _FAILED, reason, None, why), now_s)
+        else:
+            reason = f"its prefill node {split.pair.prefill_node.name} failed: {reason}"
+            self._leave_pair(call, split, Plan(FALL_BACK, _CANCELLED, reason, None, why), now_s)
+
+    def _leave_pair(self, call: Call, split: Split, plan: Plan, now_s: float) -> None:
+        """Fall back, once the decode node has given up its part, if it has one."""
+        main = call.main
+        if main is not None and main.state == LEAVING:  # it goes elsewhere anyway, with another prefill node
+            self._close_prefill(call, split, plan, now_s)
+            self._give_pair_up(call, split, plan)
+            return
+        if main is None or main.state != SENT:
+            self._fall_back(call, split, plan, now_s)
+            return
+        if split.phase == PREFILLING:
+            self._close_prefill(call, split, plan, now_s)
+        main.state = LEAVING
+        main.plan = plan
+        self.commands.append(Withdraw(call.id, main.number))
+
+    def _close_prefill(self, call: Call, split: Split, plan: Plan, now_s: float) -> None:
+        if split.prefill.state != CLOSED:
+            reason = "" if plan.outcome is Outcome.OK else plan.reason
+            self.close(call, split.prefill, plan.outcome, now_s, reason, status=plan.status, error=plan.error)
+
+    def check_pair(self, call: Call, now_s: float) -> None:
+        """Leave a prefill node that looks as if it hangs."""
+        split, main = call.split, call.main
+        if split is None or main is None or main.state == LEAVING:
+            return
+        if split.phase == PREFILLING:
+            ticket = split.prefill.ticket
+            if self.overdue.hangs(ticket.node, ticket.opened_s, prefill_ms_of(split.pair, ticket), now_s):
                 reason = f"no answer of the prefill node after {now_s - ticket.opened_s:.1f} s"
-                self._fall_back(PREFILL_SLOW, Outcome.FAILED, reason, now_s)
-        elif self.phase is Phase.TRANSFERRING and self._hangs(
-            self.pair.prefill_node, self.sent_s, self._expected_decode_ms(), now_s
-        ):
-            self._fall_back(
-                TRANSFER_FAILED, Outcome.CANCELLED, f"no answer {now_s - self.sent_s:.1f} s after the prefill", now_s
-            )
+                self._leave_prefill_node(call, split, PREFILL_SLOW, reason, now_s)
+        elif split.phase == TRANSFERRING:
+            output = self.expected_output(call.request)
+            expected_ms = decode_ms_of(split.decision, split.pair, main.node, call, output)
+            if self.overdue.hangs(split.pair.prefill_node, split.sent_s, expected_ms, now_s):
+                reason = f"no answer {now_s - split.sent_s:.1f} s after the prefill"
+                self._leave_pair(call, split, Plan(FALL_BACK, _CANCELLED, reason, None, TRANSFER_FAILED), now_s)
 
-    def _expected_decode_ms(self) -> float:
-        attempts, pair = self._attempts, self.pair
-        node, query = attempts.ticket.node, self._decision.query
-        room_ms = pair.price.room if pair.price is not None else 0.0
-        expected_ms = pair.transfer_ms + room_ms
-        if query is not None:
-            steps = FIRST_TOKEN_STEPS
-            if not attempts.request.streams:
-                steps += attempts.request.max_output_tokens or LONG_OUTPUT * attempts.expected_output
-            expected_ms += steps * query.group.decode_speed.token_ms(node.context_tokens) * node.speed.factor
-        return expected_ms
+    def _abandon_pair(self, call: Call, split: Split, now_s: float) -> None:
+        """The call ends, or leaves both nodes: free the prefill node. The caller closes the decode node's ticket."""
+        if split.phase == PREFILLING and split.prefill.state != CLOSED:
+            self.commands.append(Withdraw(call.id, split.prefill.number))
+            self.close(call, split.prefill, _CANCELLED, now_s)
+        split.kv_from = 0
+        if split.phase != OVER:
+            self.counters.split_requests[DECODE_FAILED] += 1
+        self._is_over(call, split)
 
-    def _hangs(self, prefill_node: Node, since_s: float, expected_ms: float, now_s: float) -> bool:
-        """Return whether a step of the request is overdue, and its prefill node shows no sign of life."""
-        config = self._dispatcher.hedging.config
-        if now_s < since_s + max(config.min_delay_s, config.factor * expected_ms / 1000.0):
-            return False
-        silent_s = now_s - max(since_s, prefill_node.last_progress_s)
-        if prefill_node.health.check_has_timed_out:
-            return silent_s >= config.min_delay_s
-        busy = prefill_node.waiting or prefill_node.kv_usage > HALF_EMPTY or not prefill_node.speed.answers
-        return silent_s >= (HANGS_S if busy else config.min_delay_s)
+    def _is_over(self, call: Call, split: Split) -> None:
+        if split.phase != OVER:
+            split.phase = OVER
+            split.pair.prefill_node.transfer_tokens -= split.pair.transfer_tokens
+            self.splits.pop(call, None)
 
-    # The end.
-
-    def response_started(self, status: int, now_s: float) -> None:
-        if self.phase is Phase.OVER:
+    def _pair_started(self, call: Call, split: Split, status: int, now_s: float) -> None:
+        """The decode node's response has begun. The edge has withdrawn a prefill that was still under way."""
+        if split.phase == OVER:
             return
-        if status >= 400 and self.phase is Phase.PREFILLING:  # nothing was prefilled: it says nothing about speed
-            self.abandon(now_s)
+        if status >= 400:  # nothing was prefilled: it says nothing about speed
+            if split.phase == PREFILLING and split.prefill.state != CLOSED:
+                self.close(call, split.prefill, _CANCELLED, now_s)
+            self._is_over(call, split)
             return
-        if self.phase is Phase.PREFILLING:  # the decode node has the KV cache before the prefill node has answered
-            self._attempts.driver.withdraw_prefill()
-            self.prefill_ticket.first_token(now_s)
-            self._begin_decode()
-            self._close_prefill(Outcome.OK, now_s)
-        self._end(TRANSFERRED)
+        if (
+            split.phase == PREFILLING and split.prefill.state != CLOSED
+        ):  # it has the KV cache before the answer has come
+            split.prefill.ticket.first_token(now_s)
+            self._begin_decode(call, split)
+            self.close(call, split.prefill, Outcome.OK, now_s)
+        self._is_over(call, split)
+        self.counters.split_requests[TRANSFERRED] += 1
 
-    def first_token(self, now_s: float) -> None:
+    @staticmethod
+    def _learn_transfer(call: Call, split: Split, ticket: Ticket, now_s: float) -> None:
         """The response's first token arrived: learn how long the transfer took, if the response is streamed."""
-        attempts = self._attempts
-        query, node = self._decision.query, attempts.ticket.node
-        if not attempts.request.streams or not isinstance(attempts.ticket, DecodeDispatch):
+        query, node = split.decision.query, ticket.node
+        if not call.request.streams or not isinstance(ticket, DecodeDispatch):
             return
-        if query is None or not self.sent_s or node.needs_partner or attempts.ticket.has_hidden_hits:
+        if query is None or not split.sent_s or node.needs_partner or ticket.has_hidden_hits:
             return
         group = query.group
         steps_ms = FIRST_TOKEN_STEPS * group.decode_speed.token_ms(node.context_tokens) * node.speed.factor
-        took_ms = (now_s - self.sent_s) * 1000.0 - node.round_trip_ms - steps_ms
-        speed = group.transfer_speeds.between(self.pair.prefill_node.island, node.island)
-        speed.learn(self.pair.transfer_tokens, took_ms, now_s)
-
-    def usage(self, reported: Usage) -> Usage:
-        """Return the tokens that count for a response. A decode node reports what it had cached before the transfer."""
-        if not isinstance(self._attempts.ticket, DecodeDispatch):
-            return reported
-        return reported[0], self.cached_tokens, reported[2]
-
-    def abandon(self, now_s: float, frees: bool = True) -> None:
-        """The request ends, or leaves both nodes: free the prefill node. The caller closes the decode node's ticket."""
-        if self.phase is Phase.PREFILLING:
-            self._attempts.driver.withdraw_prefill()
-            self._close_prefill(Outcome.CANCELLED, now_s, frees=frees)
-        self.transfer = None
-        self._is_over()
-
-    def _is_over(self) -> None:
-        if self.phase is not Phase.OVER:
-            self.phase = Phase.OVER
-            self.pair.prefill_node.transfer_tokens -= self.pair.transfer_tokens
-            self._dispatcher.splits.pop(self._attempts, None)
-
-    def _end(self, outcome: str) -> None:
-        self._is_over()
-        self._dispatcher.counters.split_requests[outcome] += 1
-
-    def _close_prefill(
-        self, outcome: Outcome, now_s: float, reason: str = "", status: int = 0, error: NodeError | None = None,
-        frees: bool = True,
-    ) -> None:  # fmt: skip
-        self._dispatcher.close_ticket(
-            self._attempts, self.prefill_ticket, outcome, now_s, reason,
-            frees=frees, role=PREFILL, status=status, error=error,
-        )  # fmt: skip
-
-    def _fall_back(
-        self, why: str, outcome: Outcome, reason: str, now_s: float, status: int = 0, error: NodeError | None = None
-    ) -> None:
-        """Let the decode node serve the request alone. `outcome`: that of the prefill node, if it has not answered."""
-        attempts, dispatcher, prefilling = self._attempts, self._dispatcher, self.phase is Phase.PREFILLING
-        ticket = attempts.ticket
-        node = ticket.node
-        self._end(why)
-        if prefilling:
-            attempts.driver.withdraw_prefill()
-        attempts.driver.withdraw()
-        self.transfer = None
-        failed = (*self.failed_prefill, self.pair.prefill_node)
-        self.failed_prefill = failed
-        dispatcher.waiting.pop(attempts, None)
-        # Its place on the node stays its own: another request may not take it meanwhile.
-        if prefilling:
-            dispatcher.close_ticket(attempts, attempts.ticket, Outcome.CANCELLED, now_s, frees=False)
-            self._close_prefill(outcome, now_s, "" if outcome is Outcome.OK else reason, status, error, frees=False)
-        else:
-            dispatcher.close_ticket(
-                attempts, attempts.ticket, Outcome.CANCELLED, now_s, reason,
-                frees=False, role=DECODE, status=status, error=error,
-            )  # fmt: skip
-        # Closing a ticket can take a node down: then the request has ended with it, or was sent elsewhere.
-        if not attempts.done and self.is_current and attempts.ticket is ticket:
-            log.debug("split_request_fell_back", node=node.name, reason=reason)
-            self._send_to_decode_node(node, failed, now_s)
-        dispatcher.node_freed(node, now_s)
-        if prefilling:
-            dispatcher.node_freed(self.pair.prefill_node, now_s)
-
-    def _send_to_decode_node(self, node: Node, failed: tuple[Node, ...], now_s: float) -> None:
-        attempts, dispatcher = self._attempts, self._dispatcher
-        poison = attempts.get_failover().is_poison
-        partner = dispatcher.router.partner(self._decision, node, failed) if node.needs_partner and not poison else None
-        if partner is not None:
-            SplitRequest(attempts, dispatcher, self._decision, Pair(partner, 0.0), failed).begin(node, now_s)
-            return
-        if poison:
-            attempts.node_failed(Outcome.BUSY, "the request fails on every prefill node", now_s)
-        elif node.needs_partner:
-            attempts.node_failed(Outcome.BUSY, "no prefill node is available", now_s)
-        else:
-            attempts.send_alone(self._decision, node, now_s)
-
-
-def try_pair(attempts: Attempts, dispatcher: Dispatcher, decision: Decision, node: Node, now_s: float) -> bool:
-    """Send a request to two nodes if the decision says so, or if `node` needs another one. Return False if `node`
-    serves it alone."""
-    needs_partner = node.needs_partner
-    splits = decision.pair is not None or attempts.split is not None or needs_partner
-    if splits and _find_pair(attempts, dispatcher, decision, node, now_s):
-        return True
-    if needs_partner:
-        attempts.ticket = dispatcher.router.dispatch(decision, node, now_s, DecodeDispatch)
-        attempts.tried += 1
-        attempts.node_failed(Outcome.BUSY, "no prefill node is available", now_s)
-    return needs_partner
-
-
-def _find_pair(attempts: Attempts, dispatcher: Dispatcher, decision: Decision, node: Node, now_s: float) -> bool:
-    """Send a request to `node` and to a prefill node. Return False if there is none: then `node` gets the request
-    alone, or not at all if it needs a partner."""
-    if not attempts.request.may_split:
-        return False
-    split, pair = attempts.split, decision.pair
-    failed: tuple[Node, ...] = split.failed_prefill if split is not None else ()
-    if split is not None and node is split.pair.prefill_node:  # a mixed node: it has the prompt, and needs no transfer
-        split.failed_prefill = (*failed, node)
-        split.abandon(now_s)
-        return False
-    same_engine = split is not None and node.engine == split.pair.prefill_node.engine
-    if split is not None and not failed and node.transfers_kv and same_engine:
-        if split.phase is Phase.PREFILLING and not node.needs_partner:  # only the decode node has failed
-            split.reserve(node, now_s)
-            return True
-        if split.transfer is not None and not split.decode_sent:
-            split.reserve(node, now_s)
-            split.send_decode(now_s)
-            return True
-        pair = Pair(split.pair.prefill_node, 0.0)
-    elif node is not decision.node:
-        pair = None
-    if pair is None or pair.prefill_node in failed or not _is_usable(pair.prefill_node):
-        partner = dispatcher.router.partner(decision, node, failed) if node.needs_partner else None
-        if partner is None:
-            if split is not None:
-                split.abandon(now_s)
-            return False
-        pair = Pair(partner, 0.0)
-    if split is not None:
-        split.abandon(now_s, frees=False)
-    SplitRequest(attempts, dispatcher, decision, pair, failed).begin(node, now_s)
-    if split is not None:
-        dispatcher.node_freed(split.pair.prefill_node, now_s)
-    return True
-
-
-def _is_usable(prefill_node: Node) -> bool:
-    """Whether a prefill node may get a request, perhaps seconds after it was chosen."""
-    return not (prefill_node.draining or prefill_node.health.confirmed_down or prefill_node.is_full)
-
-
-# What the prompt doctor learns of a request that it sampled.
-
-
-class SampledPrompt(Protocol):
-    """A request whose prompt the prompt doctor compares with others."""
-
-    def completed(
-        self, attempts: Attempts, key: tuple[str, str], prompt_tokens: int, cached_tokens: int | None,
-        ms_per_token: float, step_ms: float,
-    ) -> None:  # fmt: skip
-        """The response is complete. `key`: the model and route that its tokens count for. `cached_tokens`: None if
-        neither the node nor the router knows them. A prefill takes `ms_per_token`, and at least `step_ms`."""
-
-
-# What does the I/O of a request's attempts: the HTTP edge over sockets, replay in virtual time.
-
-
-class AttemptDriver(Protocol):
-    def send(self, node: Node) -> None:
-        """Send the request to this node. The ticket is open."""
-
-    def withdraw(self) -> None:
-        """Give up the attempt that `send` began: the node must stop, and nothing that it sends counts."""
-
-    def send_prefill(self, prefill_node: Node, node: Node) -> None:
-        """Let `prefill_node` prefill the prompt for `node`. `send` follows; its request names the KV cache then."""
-
-    def withdraw_prefill(self) -> None: ...
-
-    def send_hedge(self, node: Node) -> None:
-        """Send the request to this node, too."""
-
-    def withdraw_hedge(self) -> None: ...
-
-    def promote_hedge(self) -> None:
-        """The hedge takes the place of the attempt that `send` began, which has failed or was withdrawn."""
-
-    def reject(self, why: RoutingError) -> int:
-        """End the request with this error: the client has received nothing. Return the HTTP status."""
-
-    def cut(self, why: RoutingError) -> bool:
-        """End the request with this error: the client has received a part of the response. Return False, and end
-        nothing, if only the end of the connection is missing."""
-
-    def internal_error(self, error: Exception) -> None:
-        """The router itself failed while it let the request out of the queue."""
-
-
-# One request's attempts on nodes, from admission to its end: order, retries, ticket, usage, journal. No I/O.
-#
-#     queued      admission holds the request; it has no node
-#     trying      it was sent to a node; the client has received nothing
-#     answering   the node's response goes to the client
-#     done        the ticket is closed, the rate limit is settled, the journal has the outcome
-#
-# Rules:
-# 1. A node that fails while the request is `trying` leads to the next node (`Failover`), until no eligible node
-#    is left or `max_attempts` nodes were tried.
-# 2. While the request is `trying`, it leaves a node that goes down, and it may be sent to a second node as well
-#    (core/overdue.py). The response that begins first counts.
-# 3. From the first byte of the response on there is no retry: a failure then ends the request as broken.
-#    The first token may come later: an engine may send a role or a comment first. Speed is learned from the first
-#    token.
-#    A deadline may end or move the request (core/decision.py).
-# 4. A ticket is open exactly while a node has the request. Whatever ends the request closes it.
-#
-# An `AttemptDriver` does the I/O: the HTTP edge over sockets, replay in virtual time. It calls the methods below when
-# something happens, and the state machine calls the driver's `send` and `reject`.
-
-Usage = tuple[int | None, int | None, int | None]
-"""Prompt tokens, cached prompt tokens and output tokens that a response reports; None where it does not."""
-
-_FAILED: Final = Outcome.FAILED
-_BUSY: Final = Outcome.BUSY
-"""Looking up a member of an enumeration takes three times as long as a global name."""
-_REASONS: Final = {status: f"HTTP status {status}" for status in range(500, 600)}
-"""Strings that many decisions keep."""
-
-
-class Attempts:
-    """The state machine of one request. Admission sees it as a PendingRequest."""
-
-    # for its whole life
-    _dispatcher: Dispatcher
-    driver: AttemptDriver
-    request: RoutingRequest
-    request_id: bytes
-    entered_s: float = 0.0
-    admitted_s: float = 0.0
-    """When admission sent it to its first node."""
-    lookup: Lookup | None = None
-    charge: Charge | None = None
-    """What the request took of its tenant's rate limit."""
-    captured: Any = None
-    """What the capture of traffic keeps of the request; None: the request is not captured."""
-    decision: Decision
-    tried: int = 0
-    """Number of nodes that the request was sent to. Also identifies the current attempt."""
-    done: bool = False
-    reported: Usage | None = None
-    _error: NodeError | None = None
-    """What the body of an error says that went to the client."""
-    failed_tries: tuple[FailedTry, ...] = ()
-    """The first MAX_TRIES of them, and an error that went to the client."""
-    _queued: bool = False
-    _entry: Any = None
-    _failover: Failover | None = None
-    """Set once a node has failed."""
-    envoy_retries: bool = False
-    """Whether Envoy has the request and sends it to the next node itself (core/held_requests.py)."""
-    poison: bool = False
-    """Whether nodes that serve other requests failed at this one (`Failover`)."""
-    repeatable: bool = True
-    """Whether the request may be sent to a second node while the first one may still execute it."""
-    history: AttemptHistory | None = None
-    """Set if the request is traced."""
-    sample: SampledPrompt | None
-    """Set if the prompt doctor compares the prompt with others."""
-    deadline_slot: int = 0
-    """When its deadlines are looked at next (core/decision.py); 0: they end nothing."""
-    # at the current node
-    ticket: Ticket
-    hedge: Ticket | None = None
-    """The ticket on a second node that has the request, too."""
-    overdue_s: float = 0.0
-    """When a hedge may be sent; 0.0: not computed yet."""
-    answering: bool = False
-    status: int = 0
-    split: SplitRequest | None = None
-    """Set if another node prefilled the prompt for this one, or tried to."""
-
-    def __init__(
-        self, dispatcher: Dispatcher, driver: AttemptDriver, request: RoutingRequest, request_id: bytes
-    ) -> None:
-        self._dispatcher = dispatcher
-        self.driver = driver
-        self.request = request
-        self.request_id = request_id
-        self.sample = None
-
-    # Admission.
-
-    def enter(self, lookup: Lookup | None, prompt_tokens: int | None, now_s: float) -> None:
-        """Charge the tenant's token limit and ask for a node. Raises RoutingError if the request is rejected at once.
-
-        `prompt_tokens` is None where the prompt was not read.
-        """
-        self.lookup = lookup
-        self.entered_s = now_s
-        dispatcher, charge = self._dispatcher, self.charge
-        if self.history is not None:
-            self.history.queue_length = dispatcher.admission.queue.waiting
-        try:
-            if charge is not None:
-                charge.take_tokens(prompt_tokens, self.expected_output, now_s)
-            dispatcher.admission.submit(self, now_s)
-        except RoutingError as error:
-            self.done = True
-            if charge is not None:
-                charge.cancel()
-            if isinstance(error, NotAdmitted):
-                self._capture(None, now_s)
-            raise
-        self._queued = True
-        if self.history is not None:
-            self.history.queued = not self.tried
-
-    def on_admitted(self, decision: Decision) -> None:
-        """Admission sends the request to the decision's node."""
-        self.decision = decision
-        dispatcher = self._dispatcher
-        now_s = self.admitted_s = dispatcher.now()
-        try:
-            journal = dispatcher.journal
-            if journal is not None and journal.on:
-                self._entry = journal.begin(self, (now_s - self.entered_s) * 1000.0)
-            dispatcher.sent += 1
-            dispatcher.count_decision(decision)
-            self._try(decision, decision.node, now_s)
-            if self.request.ends_late and not self.envoy_retries and not self.done:
-                dispatcher.deadlines.watch(self, now_s)
-        except Exception as error:
-            if not self._queued:  # the caller of `enter` handles it
-                raise
-            self.driver.internal_error(error)
-
-    def on_rejected(self, error: RoutingError) -> None:
-        """Admission rejects the request after it was queued."""
-        if not self.done:
-            self.done = True
-            if self.charge is not None:
-                self.charge.cancel()
-            self._capture(None, self._dispatcher.now())
-            try:
-                self.driver.reject(error)
-            except Exception as failure:
-                self.driver.internal_error(failure)
-
-    # One node after another.
-
-    def _try(self, decision: Decision, node: Node, now_s: float) -> None:
-        query = decision.query
-        may_split = self.split is not None or query is None or query.group.has_roles
-        if may_split and try_pair(self, self._dispatcher, decision, node, now_s):
-            return
-        self.ticket = self._dispatcher.router.dispatch(decision, node, now_s)
-        self.tried += 1
-        self._send(node)
-
-    def send_alone(self, decision: Decision, node: Node, now_s: float) -> None:
-        """Send the request to a node that was tried as part of a pair."""
-        self.ticket = self._dispatcher.router.dispatch(decision, node, now_s)
-        self._send(node)
-
-    def _send(self, node: Node) -> None:
-        self.overdue_s = 0.0
-        self._dispatcher.waiting[self] = None
-        self.driver.send(node)
-
-    def connection_refused(self, reason: str, now_s: float) -> None:
-        """No process listens at the node's address."""
-        node = self.ticket.node
-        self._dispatcher.fleet.check_failed(node, now_s, reason)
-        if self.ticket.node is node:  # else the request has left the node with the others
-            self.node_failed(Outcome.FAILED, reason, now_s)
-
-    def node_failed(
-        self, outcome: Outcome, reason: str, now_s: float, *,
-        status: int = 0, retry_after_s: int | None = None, error: NodeError | None = None,
-    ) -> None:  # fmt: skip
-        """The node failed before the client received anything: try the next one, or reject the request.
-        `status`: that of its response; 0 without one. `error`: what its body says."""
-        failover = self.give_up(outcome, reason, now_s, status, error)
-        if outcome is _BUSY:
-            failover.busy(failover.failed[-1], status, retry_after_s, now_s)
-        if self.hedge is not None:
-            self._promote_hedge()
-            return
-        self._try_next(outcome, now_s)
-
-    def _try_next(self, outcome: Outcome, now_s: float) -> None:
-        """Try the next node, or reject the request."""
-        dispatcher, failover = self._dispatcher, self.get_failover()
-        poison = self.poison = failover.is_poison
-        if not poison and dispatcher.may_try_another(self):
-            next_node = failover.next_node(dispatcher.router, self.request, self.lookup, now_s)
-            if next_node is not None:
-                dispatcher.counters.retries += 1
-                self._try(failover.decision, next_node, now_s)
-                return
-        self.done = True
-        if self.split is not None:
-            self.split.abandon(now_s)
-        if self.charge is not None:
-            self.charge.cancel()
-        if not poison:
-            self._judge(failover)
-        if len(failover.at_fault) > 1:  # then the request may be at fault
-            known = {error.node for error in failover.server_errors} if poison else ()
-            for failed in failover.at_fault:
-                failed.excused_failures += failed not in known
-        why = failover.error()
-        demand_meter = dispatcher.router.demand_meter
-        if demand_meter is not None and isinstance(why, AllNodesBusy):
-            demand_meter.shed += 1
-        self.status = self.driver.reject(why)
-        self._complete_entry(outcome, now_s)
-
-    def give_up(
-        self, outcome: Outcome, reason: str, now_s: float, status: int = 0, error: NodeError | None = None,
-        answered: bool = False,
-    ) -> Failover:  # fmt: skip
-        """Close the ticket on a node that failed. `answered`: as for `Dispatcher.close_ticket`."""
-        dispatcher, ticket = self._dispatcher, self.ticket
-        dispatcher.waiting.pop(self, None)
-        dispatcher.close_ticket(self, ticket, outcome, now_s, reason, status=status, error=error, answered=answered)
-        failover = self.get_failover()
-        failover.add(ticket.node, outcome)
-        return failover
-
-    def _judge(self, failover: Failover) -> None:
-        """The nodes that answered with 5xx are at fault, since another one has answered or no node is left."""
-        errors, failover.server_errors = failover.server_errors, []
-        for error in errors:
-            self._dispatcher.fleet.count_failure(error.node, error.failed_s, self._dispatcher.now(), error.reason)
-
-    def get_failover(self) -> Failover:
-        if self._failover is None:
-            self._failover = Failover(self.decision)
-        return self._failover
-
-    # A node that goes down while the request waits, and a second node.
-
-    def waits_on(self, nodes: Container[Node]) -> Node | None:
-        """Return which of these nodes has the request."""
-        if self.ticket.node in nodes:
-            return self.ticket.node
-        if self.split is not None and (prefill_node := self.split.prefill_node) is not None and prefill_node in nodes:
-            return prefill_node
-        return self.hedge.node if self.hedge is not None and self.hedge.node in nodes else None
-
-    def leave(self, node: Node, reason: str, now_s: float) -> bool:
-        """Leave a node that is down or was removed. Return False if the request stays: no other node is up; or the node
-        may still execute the request, which must not be executed twice."""
-        if not self.repeatable and not node.health.confirmed_down:
-            return False
-        if self.split is not None and node is self.split.prefill_node and node is not self.ticket.node:
-            self.split.leave(reason, now_s)
-            return True
-        if self.hedge is not None:
-            if self.hedge.node is node:
-                self.driver.withdraw_hedge()
-                self.hedge_failed(Outcome.FAILED, reason, now_s)
-            else:
-                self.driver.withdraw()
-                self.node_failed(Outcome.FAILED, reason, now_s)
-            return True
-        other = self.other_node(now_s, lambda other: other is not node)
-        if other is None:
-            return False
-        self.move_to(other, reason, now_s, Outcome.FAILED)
-        return True
-
-    def move_to(self, other: Node, reason: str, now_s: float, outcome: Outcome = Outcome.CANCELLED) -> None:
-        """Leave the current node for this one. `outcome`: that of the current node."""
-        self.driver.withdraw()
-        failover = self.give_up(outcome, reason, now_s)
-        if other.is_full:  # a queued request got its last place when this one left its node
-            self._try_next(outcome, now_s)
-            return
-        self._dispatcher.counters.retries += 1
-        self._try(failover.decision, other, now_s)
-
-    def other_node(self, now_s: float, accepts: Callable[[Node], bool]) -> Node | None:
-        """Return a node that is up, by a new decision; None if there is none or the request may not be sent again."""
-        dispatcher = self._dispatcher
-        if not dispatcher.may_try_another(self):
-            return None
-        return self.get_failover().other_node(dispatcher.router, self.request, self.lookup, now_s, accepts)
-
-    def hedge_failed(
-        self, outcome: Outcome, reason: str, now_s: float, *,
-        status: int = 0, retry_after_s: int | None = None, error: NodeError | None = None,
-    ) -> None:  # fmt: skip
-        """The second node failed. The first one still has the request. `status`, `error`: as for `node_failed`."""
-        hedge, self.hedge = self.hedge, None
-        assert hedge is not None
-        failover = self.get_failover()
-        failover.add(hedge.node, outcome)
-        if outcome is Outcome.BUSY:
-            failover.busy(hedge.node, status, retry_after_s, now_s)
-        self._dispatcher.close_ticket(
-            self, hedge, outcome, now_s, reason, role=HEDGE, status=status, error=error
-        )  # fmt: skip
-
-    def hedge_refused(self, reason: str, now_s: float) -> None:
-        """No process listens at the second node's address."""
-        assert self.hedge is not None
-        node = self.hedge.node
-        self.hedge_failed(Outcome.FAILED, reason, now_s)
-        self._dispatcher.fleet.check_failed(node, now_s, reason)
-
-    def hedge_started(
-        self, status: int, retry_after_s: int | None, now_s: float, error: NodeError | None = None
-    ) -> bool:
-        """The second node's first byte arrived before that of the first one. Return whether its response counts."""
-        if status >= 500 or status == 429:
-            outcome, reason = Outcome.BUSY if status in (429, 503) else Outcome.FAILED, f"HTTP status {status}"
-            self.hedge_failed(outcome, reason, now_s, status=status, retry_after_s=retry_after_s, error=error)
-            return False
-        slow = self.ticket
-        # The end of a response that is not streamed says little about its node.
-        outcome = Outcome.FAILED if self.request.streams or slow.expected_ttft_ms else Outcome.CANCELLED
-        reason = f"no first byte after {now_s - slow.opened_s:.1f} s; another node answered"
-        self.driver.withdraw()
-        self.give_up(outcome, reason, now_s)
-        self._promote_hedge()
-        self._dispatcher.counters.hedges_won += 1
-        return self.response_started(status, None, now_s, error)
-
-    def _promote_hedge(self) -> None:
-        assert self.hedge is not None
-        self.ticket, self.hedge, self.overdue_s = self.hedge, None, 0.0
-        self._dispatcher.waiting[self] = None
-        self.driver.promote_hedge()
-
-    def _withdraw_hedge(self, now_s: float) -> None:
-        hedge, self.hedge = self.hedge, None
-        assert hedge is not None
-        self.driver.withdraw_hedge()
-        self._dispatcher.close_ticket(self, hedge, Outcome.CANCELLED, now_s)
-
-    @property
-    def expected_output(self) -> float:
-        """Expected output tokens."""
-        request = self.request
-        lengths = self._dispatcher.router.output_lengths
-        return lengths.expected(request.model, request.tenant, request.max_output_tokens)
+        took_ms = (now_s - split.sent_s) * 1000.0 - node.round_trip_ms - steps_ms
+        speed = group.transfer_speeds.between(split.pair.prefill_node.island, node.island)
+        speed.learn(split.pair.transfer_tokens, took_ms, now_s)
 
     # The response.
 
-    def response_started(
-        self, status: int, retry_after_s: int | None, now_s: float, error: NodeError | None = None
-    ) -> bool:
-        """The node's first byte arrived. Return whether its response goes to the client; else the request moved on.
-        `error`: what the body of an error response says."""
-        if status >= 500 or status == 429:
-            outcome, reason = _FAILED, _REASONS.get(status) or f"HTTP status {status}"
-            if status in (429, 503):
-                outcome, reason = _BUSY, f"HTTP status {status}: the node is busy"
-            self.node_failed(outcome, reason, now_s, status=status, retry_after_s=retry_after_s, error=error)
-            return False
-        self._dispatcher.waiting.pop(self, None)
-        if self.hedge is not None:
-            self._withdraw_hedge(now_s)
-        if self._failover is not None:
-            self._judge(self._failover)
-        if self.split is not None:
-            self.split.response_started(status, now_s)
-        self.answering = True
-        self.status = status
-        if status >= 400:
-            self._error = error
-        return True
+    def started(self, call: Call, try_: Try, event: Started | FirstToken | Ended, now_s: float) -> None:
+        """The client has the first byte of this try's response. The edge has withdrawn the call's other tries."""
+        status = event.status
+        if call.envoy:
+            if type(event) is Started and not self._envoy_answers(call, try_, event, now_s):
+                return
+            assert call.main is not None
+            try_ = call.main
+        elif try_.role is _PREFILL:
+            return
+        else:
+            self.waiting.pop(call, None)
+        if call.hedge is not None:
+            self._one_of_two_started(call, try_, status, now_s)
+        failover = call.failover
+        if failover is not None and failover.server_errors:
+            self._judge(failover, now_s)
+        if call.split is not None:
+            self._pair_started(call, call.split, status, now_s)
+        try_.state = STARTED
+        try_.plan = None
+        call.state = ANSWERING
+        call.status = status
 
-    def first_token(self, now_s: float) -> None:
-        """The response's first token arrived, or as much of the response as the router can see of it: its first byte,
-        or the end of a response without tokens."""
-        ticket, served = self.ticket, self.status < 400
+    def _one_of_two_started(self, call: Call, try_: Try, status: int, now_s: float) -> None:
+        """Close the other one of two tries that both had the whole request."""
+        main, hedge, call.hedge = call.main, call.hedge, None
+        assert main is not None and hedge is not None
+        if try_ is main:
+            self.close(call, hedge, _CANCELLED, now_s)
+            return
+        call.main = try_
+        # The end of a response that is not streamed says little about its node, and an error comes sooner.
+        failed = status < 400 and (call.request.streams or bool(main.ticket.expected_ttft_ms))
+        outcome = _FAILED if failed else _CANCELLED
+        self._failover_of(call).add(main.node, outcome)
+        reason = f"no first byte after {now_s - main.ticket.opened_s:.1f} s; another node answered"
+        self.close(call, main, outcome, now_s, reason if status < 400 else "")
+        if status < 400:
+            self.counters.hedges_won += 1
+
+    def _envoy_answers(self, call: Call, try_: Try, event: Started, now_s: float) -> bool:
+        """Return whether the response is an answer. Else Envoy has tried all that it may, and the call has ended."""
+        status = event.status
+        if event.served and event.served != try_.node.number:
+            self._served_by(call, try_, event.served, now_s)
+            assert call.main is not None
+            try_ = call.main
+        verdict, outcome = outcome_of(status, Reader.ENVOY_ITSELF if event.by_envoy else Reader.ENVOY)
+        if verdict is _ANSWER:
+            return True
+        call.status = status
+        reason = f"Envoy answered {status}" if event.by_envoy else _REASONS.get(status, f"HTTP status {status}")
+        # Envoy's own status says nothing about what the node answered.
+        node_status = 0 if event.by_envoy else status
+        self._give_up(call, try_, outcome, reason, now_s, node_status, event.retry_after_s, event.error)
+        call.main = None
+        self._fail(call, outcome, try_, now_s, tells=False)
+        return False
+
+    def _served_by(self, call: Call, try_: Try, served: int, now_s: float) -> None:
+        """Envoy could not use the call's node, and another one answers. The ticket moves there, as old as it was."""
+        node = self.fleet.numbered(served)
+        if node is None:
+            return
+        opened_s = try_.ticket.opened_s
+        self._give_up(call, try_, _FAILED, "Envoy used a fallback", now_s, answered=True)
+        self.counters.retries += 1
+        call.tried += 1
+        call.request.streams = False  # its time includes that of the failed try: an upper bound of its prefill
+        failover = self._failover_of(call)
+        call.main = Try(try_.number, _MOVE, self.router.dispatch(failover.decision, node, opened_s))
+
+    def first_token(self, call: Call, try_: Try, event: FirstToken | Ended, now_s: float) -> None:
+        """The response's first token arrived, or as much of the response as the router can see of it."""
+        if try_.state < STARTED:
+            self.started(call, try_, event, now_s)
+            if call.state != ANSWERING:
+                return
+        ticket, node, served = try_.ticket, try_.node, call.status < 400
+        try_.state = STREAMING
         ticket.first_token(now_s, served)
-        ticket.node.last_progress_s = now_s
+        node.last_progress_s = now_s
         if served:
-            ticket.node.last_served_s = now_s
-        if self.split is not None and served:
-            self.split.first_token(now_s)
-        demand_meter = self._dispatcher.router.demand_meter
-        if demand_meter is not None and served and (self.request.streams or not isinstance(ticket, Dispatch)):
-            demand_meter.record_ttft((now_s - self.request.arrived_s) * 1000.0)
-        self._dispatcher.node_freed(ticket.node, now_s)
+            node.last_served_s = now_s
+            if call.split is not None:
+                self._learn_transfer(call, call.split, ticket, now_s)
+            demand_meter = self.router.demand_meter
+            if demand_meter is not None and (call.request.streams or not isinstance(ticket, Dispatch)):
+                demand_meter.record_ttft((now_s - call.request.arrived_s) * 1000.0)
+        self.freed[node] = None
+        if self.on_freed is not None:
+            self.on_freed()
 
-    @property
-    def wants_usage(self) -> bool:
-        """Whether somebody uses the token counts that the response reports."""
-        if self.status >= 400:
-            return False
-        charge = self.charge
-        return (
-            self._dispatcher.request_completed is not None
-            or isinstance(self.ticket, Dispatch)
-            or self.captured is not None
-            or self.history is not None
-            or (charge is not None and charge.wants_usage)
-        )
-
-    def response_ended(self, usage: Usage | None, now_s: float) -> None:
+    def ended(self, call: Call, try_: Try, event: Ended, now_s: float) -> None:
         """The client has the whole response."""
-        if not self.ticket.first_token_s:
-            self.first_token(now_s)
-        self.done = True
-        charge, ticket, dispatcher = self.charge, self.ticket, self._dispatcher
-        demand_meter = dispatcher.router.demand_meter
+        if try_.state != STREAMING:
+            self.first_token(call, try_, event, event.first_s or now_s)
+            if call.state != ANSWERING:
+                return
+            assert call.main is not None
+            try_ = call.main
+        charge, ticket, node, request, status = call.charge, try_.ticket, try_.node, call.request, call.status
+        demand_meter, usage = self.router.demand_meter, event.usage
         if usage is not None:
-            if self.split is not None:
-                usage = self.split.usage(usage)
-            self.reported = usage
+            usage = node.reported.usage(*usage)
+            if call.split is not None and isinstance(ticket, DecodeDispatch):
+                # A decode node reports what it had cached before the transfer.
+                usage = (usage[0], call.split.cached_tokens, usage[2])
+            call.usage = usage
             prompt_tokens, cached_tokens, output_tokens = usage
             if charge is not None:
                 charge.settle(prompt_tokens, output_tokens)
@@ -1106,93 +1110,452 @@ class Attempts:
                 ticket.record_usage(prompt_tokens, cached_tokens, output_tokens, now_s)
                 if demand_meter is not None and output_tokens is not None:
                     demand_meter.record_output(ticket.tokens, output_tokens)
-                    if self.request.streams and output_tokens > 1:
+                    if request.streams and output_tokens > 1:
                         demand_meter.record_inter_token((now_s - ticket.first_token_s) * 1000.0 / (output_tokens - 1))
-        outcome, status, reason = Outcome.OK, self.status, ""
+        outcome, reason = Outcome.OK, ""
         if status >= 400:
-            outcome, reason = Outcome.REJECTED, f"HTTP status {status}"
+            outcome, reason = Outcome.REJECTED, _REASONS.get(status, "")
             if charge is not None:
                 charge.settle(0, 0)  # the request counts, but it used no tokens
         else:
-            ticket.node.last_served_s = now_s
+            node.last_served_s = now_s
             if demand_meter is not None:
-                demand_meter.record_latency((now_s - self.request.arrived_s) * 1000.0)
-        ticket.node.last_progress_s = now_s
-        dispatcher.close_ticket(self, ticket, outcome, now_s, reason, status=status, error=self._error)
-        self._complete_entry(outcome, now_s)
-        dispatcher.counters.responses[status] += 1
-        if dispatcher.request_completed is not None and outcome is Outcome.OK:
-            dispatcher.request_completed(self, now_s)
+                demand_meter.record_latency((now_s - request.arrived_s) * 1000.0)
+        node.last_progress_s = now_s
+        self.close(call, try_, outcome, now_s, reason, status=status, error=event.error)
+        self.counters.responses[status] += 1
+        if self.traffic is not None and outcome is Outcome.OK:
+            self.traffic.record(call, ticket, now_s)
+        self._end(call, outcome, try_, now_s)
 
-    def response_broke(self, reason: str, now_s: float) -> None:
+    def broke(self, call: Call, try_: Try, event: Failed, now_s: float) -> None:
         """The node failed after the client received a part of the response."""
-        self.done = True
-        dispatcher = self._dispatcher
-        dispatcher.close_ticket(self, self.ticket, Outcome.BROKEN, now_s, reason, status=self.status)
-        self._complete_entry(Outcome.BROKEN, now_s)
-        dispatcher.counters.interrupted += 1
+        self.close(call, try_, Outcome.BROKEN, now_s, event.reason, status=call.status)
+        self.counters.interrupted += 1
+        self._end(call, Outcome.BROKEN, try_, now_s)
 
-    def end_late(self, error: DeadlinePassed, now_s: float) -> None:
-        """A deadline of the request has passed. The tenant is charged for the work of the nodes. A node has failed only
-        if it looks as if it hangs."""
-        driver, dispatcher = self.driver, self._dispatcher
-        if self.answering:
-            self.done = True  # before the client's connection is closed
-            if driver.cut(error):
-                dispatcher.counters.interrupted += 1
-                self.abandon(now_s, "the deadline has passed")
+    # A try that failed.
+
+    def failed(self, call: Call, try_: Try, event: Failed, now_s: float) -> None:
+        """The try failed before the client received anything."""
+        role, status, reason = try_.role, event.status, event.reason
+        split = call.split
+        in_pair = split is not None and split.phase != OVER
+        if role is _PREFILL:
+            outcome = outcome_of(status, Reader.PREFILL)[1]
+            if split is not None:
+                plan = Plan(FALL_BACK, outcome, reason, None, PREFILL_FAILED, max(0, status), event.error)
+                self._leave_pair(call, split, plan, now_s)
+            self._confirm(try_.node, status, reason, now_s)
+            return
+        if in_pair and role is _DECODE:
+            reader = Reader.DECODE_ONLY if try_.node.needs_partner else Reader.DECODE
+            verdict, outcome = outcome_of(status, reader)
+            if status in BEFORE_THE_REQUEST and split is not None:
+                split.decode_sent = False
+            if verdict is Verdict.ALONE and split is not None:
+                if split.phase == PREFILLING:
+                    self.commands.append(Withdraw(call.id, split.prefill.number))
+                plan = Plan(FALL_BACK, _CANCELLED, reason, None, TRANSFER_FAILED, max(0, status), event.error)
+                self._fall_back(call, split, plan, now_s)
+                return
+        else:
+            outcome = outcome_of(status, Reader.WHOLE)[1]
+        retry_after_s = event.retry_after_s
+        self._give_up(call, try_, outcome, reason, now_s, status, retry_after_s, event.error)
+        if status in NOT_ASKED:
+            call.tried -= 1
+            call.at_envoy = False
+        self._confirm(try_.node, status, reason, now_s)
+        if try_ is call.hedge:
+            call.hedge = None
+        elif call.hedge is not None:
+            self._promote_hedge(call)
+        elif call.repeatable or status in BEFORE_THE_REQUEST or status in (429, 503):
+            self._next(call, outcome, try_.node, now_s, try_)
+        else:
+            self._fail(call, outcome, try_, now_s)
+
+    def _confirm(self, node: Node, status: int, reason: str, now_s: float) -> None:
+        """No process listens at the node's address: it is down, and this is known."""
+        if status == REFUSED:
+            self.fleet.check_failed(node, now_s, reason)
+
+    def _give_up(
+        self, call: Call, try_: Try, outcome: Outcome, reason: str, now_s: float, status: int = 0,
+        retry_after_s: int | None = None, error: NodeError | None = None, answered: bool = False,
+    ) -> None:  # fmt: skip
+        """Close a try that failed. `answered`: it may have answered with 5xx, although its `status` is not known."""
+        if try_ is not call.hedge:
+            self.waiting.pop(call, None)
+        self.close(
+            call, try_, outcome, now_s, reason, status=status if status > 0 else 0, error=error, answered=answered,
+            sent=status not in NOT_ASKED,
+        )  # fmt: skip
+        failover = self._failover_of(call)
+        failover.add(try_.node, outcome)
+        failover.answered(try_.node, outcome, status, retry_after_s, now_s)
+
+    def _promote_hedge(self, call: Call) -> None:
+        """The hedge takes the place of the try that has failed or was withdrawn."""
+        call.main, call.hedge, call.overdue_s = call.hedge, None, 0.0
+        self.waiting[call] = None
+
+    def _next(self, call: Call, outcome: Outcome, node: Node, now_s: float, last: Try | None = None) -> None:
+        """Try the next node, or reject the call."""
+        failover = self._failover_of(call)
+        poison = call.poison = failover.is_poison
+        while not poison and self.may_try_another(call):
+            next_node = failover.next_node(self.router, call.request, call.lookup, now_s)
+            if next_node is None:
+                break
+            if self._try(call, failover.decision, next_node, _MOVE, now_s):
+                self.counters.retries += 1
+                return
+        self._fail(call, outcome, last, now_s, node=node)
+
+    def _fail(
+        self, call: Call, outcome: Outcome, last: Try | None, now_s: float, node: Node | None = None, tells: bool = True
+    ) -> None:
+        """End a call that no node serves. `tells`: the client has no answer yet."""
+        failover = self._failover_of(call)
+        poison = call.poison = failover.is_poison
+        if call.split is not None:
+            self._abandon_pair(call, call.split, now_s)
+        if call.charge is not None:
+            call.charge.cancel()
+        if not poison:
+            self._judge(failover, now_s)
+        if len(failover.at_fault) > 1:  # then the request may be at fault
+            known = {error.node for error in failover.server_errors} if poison else ()
+            for failed in failover.at_fault:
+                failed.excused_failures += failed not in known
+        why = failover.error()
+        demand_meter = self.router.demand_meter
+        if demand_meter is not None and isinstance(why, AllNodesBusy):
+            demand_meter.shed += 1
+        if tells:
+            self._reject(call, why)
+        self._end(call, outcome, last, now_s, node)
+
+    def _judge(self, failover: Failover, now_s: float) -> None:
+        """The nodes that answered with 5xx are at fault, since another one has answered or no node is left."""
+        errors, failover.server_errors = failover.server_errors, []
+        for error in errors:
+            self.fleet.count_failure(error.node, error.failed_s, now_s, error.reason)
+
+    # Leaving a node.
+
+    def leave(self, call: Call, node: Node, reason: str, now_s: float) -> bool:
+        """Leave a node that is down or was removed. Return False if the call stays: no other node is up; or the node
+        may still execute the request, which must not be executed twice."""
+        main, split = call.main, call.split
+        if main is None or main.state == LEAVING or call.envoy:
+            return False
+        if not call.repeatable and not node.health.confirmed_down:
+            return False
+        if split is not None and split.phase != OVER and node is split.pair.prefill_node and node is not main.node:
+            why = PREFILL_FAILED if split.phase == PREFILLING else TRANSFER_FAILED
+            self._leave_prefill_node(call, split, why, reason, now_s)
+            return True
+        hedge = call.hedge
+        if hedge is not None:
+            self.ask_to_leave(call, hedge if hedge.node is node else main, Plan(GO, _FAILED, reason), now_s)
+            return True
+        other = self.other_node(call, now_s, lambda other: other is not node)
+        if other is not None:
+            outcome = _FAILED if main.state != RESERVED else _CANCELLED
+            self.ask_to_leave(call, main, Plan(MOVE, outcome, reason, other), now_s)
+            return True
+        if node.health.confirmed_down and (not self.may_try_another(call) or is_late(call.request, now_s)):
+            self.ask_to_leave(call, main, Plan(GO, _FAILED, reason), now_s)
+            return True
+        return False
+
+    def ask_to_leave(self, call: Call, try_: Try, plan: Plan, now_s: float) -> None:
+        """Ask the edge to give a try up. One that was not sent leaves at once."""
+        try_.plan = plan
+        if try_.state == RESERVED:
+            self._carry_out(call, try_, plan, now_s)
+        else:
+            try_.state = LEAVING
+            self.commands.append(Withdraw(call.id, try_.number))
+
+    def gone(self, call: Call, try_: Try, _event: Withdrawn | Failed, now_s: float) -> None:
+        """The try has left its node: what was planned happens."""
+        plan = try_.plan
+        assert plan is not None
+        self._carry_out(call, try_, plan, now_s)
+
+    def _carry_out(self, call: Call, try_: Try, plan: Plan, now_s: float) -> None:
+        outcome, reason, split = plan.outcome, plan.reason, call.split
+        try_.plan = None
+        if plan.kind == FALL_BACK and split is not None:
+            self._fall_back(call, split, plan, now_s)
+            return
+        is_hedge = try_ is call.hedge
+        if try_.state == RESERVED:
+            call.tried -= 1
+            self._give_up(call, try_, outcome, "", now_s, UNKNOWN)
+        else:
+            self._give_up(call, try_, outcome, reason, now_s)
+        if is_hedge:
+            call.hedge = None
+        elif call.hedge is not None:
+            self._promote_hedge(call)
+        elif plan.other is None or not _may_still_serve(plan.other):
+            self._next(call, outcome, try_.node, now_s, try_)
+        elif self._try(call, self._failover_of(call).decision, plan.other, _MOVE, now_s):
+            self.counters.retries += 1
+        else:
+            self._next(call, outcome, try_.node, now_s, try_)
+        if call.request.ends_late and not call.deadline_slot and call.state == TRYING:
+            self.deadlines.watch_again(call, now_s)
+
+    # The end.
+
+    def end_late(self, call: Call, why: DeadlinePassed, now_s: float) -> None:
+        """A deadline of the call has passed. The tenant is charged for the work of the nodes. A node has failed only if
+        it looks as if it hangs."""
+        main = call.main
+        assert main is not None
+        if call.state == ANSWERING:
+            self.commands.append(Cut(call.id, self._rejection(call, why)))
+            return
+        outcome = _CANCELLED
+        # With deadlines, no call waits for a timeout.
+        if self.overdue.is_overdue(call, main.ticket, self.expected_output(call.request), now_s):
+            outcome = _FAILED
+        self._close_others(call, now_s)
+        self.close(call, main, outcome, now_s, "the deadline has passed")
+        self._reject(call, why)
+        self._end(call, outcome, main, now_s)
+
+    def _close_others(self, call: Call, now_s: float) -> None:
+        """Close every try but the main one."""
+        self.waiting.pop(call, None)
+        if call.hedge is not None:
+            self.close(call, call.hedge, _CANCELLED, now_s)
+            call.hedge = None
+        split = call.split
+        if split is not None:
+            if split.phase == PREFILLING and split.prefill.state != CLOSED:
+                self.close(call, split.prefill, _CANCELLED, now_s)
+            self._is_over(call, split)
+
+    def cancel_waiting(self, call: Call, event: Cancel, now_s: float) -> None:
+        """The edge ends a call that no node has."""
+        self.admission.queue.cancel(call)
+        if call.charge is not None:
+            call.charge.cancel()
+        call.left = event.why
+        if event.why is Left.LEFT:
+            self.counters.disconnects += 1
+            call.outcome = _CANCELLED
+        self._forget(call, now_s)
+
+    def cancel_sent(self, call: Call, event: Cancel, now_s: float) -> None:
+        """The edge ends a call that nodes have. It has withdrawn its tries."""
+        why, main, answering = event.why, call.main, call.state == ANSWERING
+        call.left = why
+        self._close_others(call, now_s)
+        if main is not None:
+            plan = main.plan
+            if plan is not None and plan.kind != FALL_BACK:
+                self.close(call, main, plan.outcome, now_s, plan.reason)
             else:
-                self.done = False
+                reason = event.reason or ("the deadline has passed" if why is Left.CUT else "")
+                self.close(call, main, _CANCELLED, now_s, reason)
+        if why is Left.LEFT:
+            self.counters.disconnects += 1
+        elif why is Left.STOPPING and call.envoy:  # Envoy goes on by itself
+            self.counters.cut_off += 1
+        elif answering:
+            self.counters.interrupted += 1
+        else:
+            if call.charge is not None:
+                call.charge.cancel()
+            call.status = 503 if why is Left.STOPPING else 500
+        self._end(call, _CANCELLED, main, now_s)
+
+    def fail_internally(self, call: Call, error: Exception, now_s: float) -> None:
+        """The router itself failed at this call: end it, and no other."""
+        self.note_failure(error, call)
+        if self.open.get(call.id) is not call:  # it has ended already
             return
-        self.done = True
-        driver.withdraw()
-        dispatcher.waiting.pop(self, None)
-        if self.hedge is not None:
-            self._withdraw_hedge(now_s)
-        if self.split is not None:
-            self.split.abandon(now_s)
-        ticket = self.ticket
-        # If the node looks as if it hangs, this counts as its failure: with deadlines, no request waits for a timeout.
-        outcome = _FAILED if dispatcher.hedging.is_overdue(self, now_s) else Outcome.CANCELLED
-        dispatcher.close_ticket(self, ticket, outcome, now_s, "the deadline has passed")
-        self.status = driver.reject(error)
-        self._complete_entry(outcome, now_s)
+        was, call.state = call.state, DONE
+        try:
+            self.admission.queue.cancel(call)
+            self._close_others(call, now_s)
+            if call.main is not None and call.main.state != CLOSED:
+                self.close(call, call.main, _CANCELLED, now_s)
+        except Exception as another:
+            self.note_failure(another, call)
+        if call.charge is not None and was != ANSWERING:
+            call.charge.cancel()
+        if was == ANSWERING:
+            self.counters.interrupted += 1
+        else:
+            call.status = 500
+        call.left = Left.INTERNAL
+        reject = internal_error(call.id)
+        call.code = reject.code
+        self.commands.append(reject)
+        try:
+            if call.main is not None or call.record is not None:
+                self._end(call, _CANCELLED, call.main, now_s)
+            else:
+                self._forget(call, now_s)
+        except Exception as another:
+            self.note_failure(another, call)
+            self.open.pop(call.id, None)
 
-    def client_left(self, now_s: float) -> None:
-        self.abandon(now_s)
-        self._dispatcher.counters.disconnects += 1
+    def note_failure(self, error: Exception, call: Call | None) -> None:
+        self.last_error = error
+        log.error(
+            "request_failed_internally",
+            "The client receives status 500, or its response breaks off.",
+            request_id=call.request_id.decode("ascii", "replace") if call is not None else "",
+            reason=where_it_failed(error),
+        )
+        if self.ticket_log is None:
+            error.__traceback__ = error.__context__ = error.__cause__ = None  # their frames hold the request
 
-    def abandon(self, now_s: float, reason: str = "") -> None:
-        """Release what the request holds, in whatever state it is."""
-        self.done = True
-        dispatcher = self._dispatcher
-        if not self.tried:
-            dispatcher.admission.queue.cancel(self)
-            if self.charge is not None:
-                self.charge.cancel()
-            self._capture(Outcome.CANCELLED, now_s)
-            return
-        dispatcher.waiting.pop(self, None)
-        if self.hedge is not None:
-            self._withdraw_hedge(now_s)
-        if self.split is not None:
-            self.split.abandon(now_s)
-        dispatcher.close_ticket(self, self.ticket, Outcome.CANCELLED, now_s, reason)
-        self._complete_entry(Outcome.CANCELLED, now_s)
+    def _reject_unsent(self, call: Call, why: RoutingError, now_s: float) -> None:
+        """Reject a call that no node got."""
+        if call.charge is not None:
+            call.charge.cancel()
+        self._reject(call, why)
+        self._forget(call, now_s)
 
-    def _complete_entry(self, outcome: Outcome, now_s: float) -> None:
-        if self.deadline_slot:
-            self._dispatcher.deadlines.forget(self)
-        if self._entry is not None:
-            journal = self._dispatcher.journal
-            assert journal is not None
-            journal.complete(self._entry, self, outcome, now_s)
-        if self.captured is not None:
-            self._capture(outcome, now_s)
+    def _reject(self, call: Call, why: RoutingError) -> None:
+        """Tell the client why its call ends."""
+        why.__traceback__ = None  # its frames hold the call, and `why`
+        reject = self._rejection(call, why)
+        call.status, call.code = reject.status, reject.code
+        self.commands.append(reject)
 
-    def _capture(self, outcome: Outcome | None, now_s: float) -> None:
-        """The request has ended: hand it to the capture of traffic. `outcome`: None if no node got it."""
-        captured, self.captured = self.captured, None
-        capture = self._dispatcher.capture
-        if captured is not None and capture is not None:
-            capture(self, captured, outcome, now_s)
+    def _rejection(self, call: Call, why: RoutingError) -> Reject:
+        request = call.request
+        if isinstance(why, NotAdmitted):
+            self.counters.rejected[why.reason, request.priority] += 1
+            self.counters.rejected_by_tenant[request.tenant, request.priority, why.reason] += 1
+        return rejection(why, call.id, request)
+
+    def _end(self, call: Call, outcome: Outcome, last: Try | None, now_s: float, node: Node | None = None) -> None:
+        """Complete what is remembered of a call that got a node. `node`: the one tried last, if `last` is not known."""
+        if call.numbers:  # else no node got it
+            call.outcome = outcome
+        first_token_s = 0.0
+        if last is not None:
+            node, first_token_s = last.node, last.ticket.first_token_s
+        elif node is None:
+            assert call.decision is not None
+            node = call.decision.node
+        call.end = (outcome, node, call.tried, call.status, first_token_s, now_s)
+        if call.history is not None and last is not None:
+            self._complete_history(call, call.history, last.ticket)
+        journal = self.journal
+        if call.record is not None and journal is not None and journal.on:
+            journal.complete(call)
+        self._forget(call, now_s)
+
+    def _complete_history(self, call: Call, history: CallHistory, ticket: Ticket) -> None:
+        node, query = ticket.node, call.decision.query if call.decision is not None else None
+        history.opened_s = ticket.opened_s
+        if call.usage is None or call.usage[2] is None:
+            history.expected_output = self.expected_output(call.request)
+        if isinstance(ticket, Dispatch):
+            history.predicted = ticket.cached
+        history.prompt_tokens = ticket.tokens
+        history.model = query.group.model if query is not None else NO_MODEL
+        history.ms_per_token = node.speed.long_ms_per_token * node.config.gpus
+        history.step_ms = node.speed.step_ms * node.config.gpus
+
+    def _forget(self, call: Call, now_s: float) -> None:
+        """The call has ended. What others keep of it refers to nothing heavy, and to nothing that the client wrote."""
+        call.state = DONE
+        call.ended_s = now_s
+        self.open.pop(call.id, None)
+        self.waiting.pop(call, None)
+        if call.deadline_slot:
+            self.deadlines.forget(call)
+        if call.kept is not None:
+            self.ended_calls.append(call)
+        elif call.record is not None:
+            call.request.forget_text()
+        call.lookup = call.decision = call.failover = call.split = call.main = call.hedge = call.charge = None
+
+    def close(
+        self, call: Call, try_: Try, outcome: Outcome, now_s: float, reason: str = "", *,
+        sent: bool = True, status: int = 0, error: NodeError | None = None, answered: bool = False,
+    ) -> None:  # fmt: skip
+        """Close a try's ticket. `sent`: whether the node got the request. If not, it is no try. `reason`: why it
+        failed, if it did."""
+        ticket, node = try_.ticket, try_.node
+        try_.state = CLOSED
+        if reason:
+            failed = FailedTry(
+                node.name, _ROLE_NAMES[try_.role], outcome, status, reason, ticket.opened_s, now_s, error
+            )  # fmt: skip
+            if len(call.failed_tries) < MAX_TRIES:
+                call.failed_tries += (failed,)
+            if outcome is not Outcome.REJECTED:  # which is the client's mistake
+                node.last_failure = failed
+                self.failed_tries.add(failed, call.request_id)
+        if (
+            outcome is _FAILED
+            and (status >= 500 or answered)
+            and now_s - node.last_served_s <= SERVES_S
+            and self._failover_of(call).may_be_poison(node, now_s, reason)
+        ):
+            self.fleet.close_ticket(ticket, outcome, now_s, reason, judged=False)
+        else:
+            self.fleet.close_ticket(ticket, outcome, now_s, reason)
+        if call.history is not None and sent:
+            answers = call.state == ANSWERING and try_ is call.main
+            call.history.tries.append(
+                _closed_try(try_, outcome, reason, now_s, status or (call.status if answers else 0))
+            )
+        if self.ticket_log is not None:
+            self.ticket_log.append(TicketEvent(call, ticket, False))
+        self.freed[node] = None
+        if self.on_freed is not None:
+            self.on_freed()
+
+
+def _closed_try(try_: Try, outcome: Outcome, reason: str, now_s: float, status: int) -> ClosedTry:
+    ticket, node = try_.ticket, try_.node
+    tokens = cached = 0
+    if isinstance(ticket, Dispatch):
+        tokens, cached = ticket.tokens, ticket.cached
+    rank = ticket.rank if ticket.rank >= 0 else None
+    return ClosedTry(
+        try_.number, try_.role, node.name, node.island, node.engine, node.host, node.port, ticket.opened_s,
+        ticket.first_token_s, now_s, outcome, reason, tokens, cached, rank, ticket.expected_ttft_ms, status,
+    )  # fmt: skip
+
+
+def _is_usable(prefill_node: Node) -> bool:
+    """Whether a prefill node may get a request, perhaps seconds after it was chosen."""
+    return not (prefill_node.draining or prefill_node.health.confirmed_down or prefill_node.is_full)
+
+
+def _may_still_serve(node: Node) -> bool:
+    """Whether a node may get the call that was to move there when the edge was asked."""
+    return not (node.draining or node.is_full) and node.health.state is HealthState.UP
+
+
+def _ban(node: Node, now_s: float) -> None:
+    """Let a node prefill for no other one for a while."""
+    if not node.no_transfer_until_s:
+        log.warning(
+            "kv_transfer_missing",
+            "The node's answer has no KV transfer parameters. Check that its engine has a KV connector.",
+            node=node.name,
+        )
+    node.no_transfer_until_s = now_s + UNSUPPORTED_S
+
+
+def _header_name(node: Node) -> bytes:
+    return quote(node.name, safe=_NAME_CHARACTERS).encode("ascii")

@@ -1,21 +1,19 @@
-"""A decision: which node serves, the prices of all candidates, fallbacks, and deadlines."""
+"""A decision: candidates' prices, fallbacks, deadlines, the reason in words, what is kept of it; what a policy is."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import ceil, floor, inf
+from math import inf
 from typing import TYPE_CHECKING, Final
 
 from warmroute._kernel import Prices
 from warmroute.core.decision_record import DecisionRecord, Price
 from warmroute.core.messages import RoutingRequest
 from warmroute.core.node import Node
-from warmroute.core.rejections import DeadlinePassed, DeadlineUnreachable
+from warmroute.core.rejections import DeadlineUnreachable
 from warmroute.core.routing_context import Query
 
 if TYPE_CHECKING:
-    from warmroute.core.brain import Dispatcher
-    from warmroute.core.calls import Attempts
     from warmroute.core.pairs import Pair
 
 
@@ -129,7 +127,8 @@ class Decision:
                     expected_cached = hit.expected
         record = DecisionRecord(
             node, self.policy, reason, tokens, expected_cached, self.index, (self.prices, candidates), len(candidates),
-            self.entry_node.speed.ms_per_token, self.cache_counts, pair=self.pair,
+            (node if self.pair is None else self.pair.prefill_node).speed.ms_per_token, self.cache_counts,
+            pair=self.pair,
         )  # fmt: skip
         if tokens and query is not None and query.cache_view.stores and query.lookup is not None:
             name = self.entry_node.name
@@ -144,24 +143,13 @@ class Decision:
 #     whole response   price.own + output · token_ms of the node  ≤ time left until it is due        [ms]
 #
 # For a queued request, the work of the requests ahead of it counts, too. On a node without a measured speed the
-# estimate does not count. On an idle node it counts only with `on_deadline = "end"`: any other request may try, which
-# corrects a wrong estimate. With `end`, a node that got no request for TRIAL_S may be tried as well, unless the
-# estimate is more than HOPELESS times the time left: no estimate is so wrong.
-#
-# With `end`, `Deadlines` watches what was sent. Before the first byte of its response, a request whose first token is
-# overdue by the router's estimate goes to another node that has room and is expected to meet the deadline. When the
-# deadline has passed, the request ends. A response that has begun ends when the deadline of the whole response passes.
+# estimate
+# does not count. On an idle node it counts only with `on_deadline = "end"`: any other request may try, which corrects a
+# wrong estimate. With `end`, a node that got no request for TRIAL_S may be tried as well, unless the estimate is more
+# than HOPELESS times the time left: no estimate is so wrong.
 
 TRIAL_S: Final = 10.0
 HOPELESS: Final = 20.0
-OVERDUE: Final = 1.5
-"""A first token is overdue after this many times the time that the router expected: estimates of a healthy node are
-rarely more wrong."""
-MIN_OVERDUE_S: Final = 0.1
-CHECK_S: Final = 0.05
-"""Time between two calls of `Deadlines.check`."""
-MAX_MOVES: Final = 32
-"""Requests for which one check looks for another node."""
 
 
 def check_deadlines(
@@ -218,125 +206,3 @@ def _decode_ms(decision: Decision) -> float:
     if price is None or query is None or not query.group.decode_speed.answers:
         return 0.0
     return price.output * query.group.decode_speed.token_ms(node.context_tokens) * node.speed.factor
-
-
-class Deadlines:
-    """The requests that a node has and that their deadlines end, by when to look at them."""
-
-    def __init__(self, dispatcher: Dispatcher) -> None:
-        self._dispatcher = dispatcher
-        self._slots: dict[int, dict[Attempts, None]] = {}
-        """By time, in units of CHECK_S."""
-        self._checked = 0
-        """The last slot that was checked."""
-        self.watched = 0
-
-    def watch(self, attempts: Attempts, now_s: float) -> None:
-        """A node has got the request."""
-        if not self._checked:
-            self._checked = floor(now_s / CHECK_S)
-        self._put(attempts, _next_check_s(attempts, now_s))
-
-    def _put(self, attempts: Attempts, at_s: float) -> None:
-        if at_s == inf:
-            return
-        slot = max(self._checked + 1, ceil(at_s / CHECK_S))
-        attempts.deadline_slot = slot
-        self._slots.setdefault(slot, {})[attempts] = None
-        self.watched += 1
-
-    def forget(self, attempts: Attempts) -> None:
-        """The request has ended."""
-        slot = self._slots.get(attempts.deadline_slot)
-        if slot is not None and attempts in slot:
-            del slot[attempts]
-            self.watched -= 1
-            if not slot:
-                del self._slots[attempts.deadline_slot]
-        attempts.deadline_slot = 0
-
-    def check(self, now_s: float) -> None:
-        """End or move the requests whose time has come. Call this every CHECK_S."""
-        now = floor(now_s / CHECK_S)
-        if not self.watched:
-            self._checked = now
-            return
-        due: list[Attempts] = []
-        if now - self._checked < len(self._slots):
-            for number in range(self._checked + 1, now + 1):
-                due += self._slots.get(number, ())
-        else:
-            for number in sorted(number for number in self._slots if number <= now):
-                due += self._slots[number]
-        self._checked = now
-        moves = MAX_MOVES
-        for attempts in due:
-            if not attempts.deadline_slot:  # it ended meanwhile
-                continue
-            self.forget(attempts)
-            try:
-                error = _passed(attempts, now_s)
-                if error is not None:
-                    attempts.end_late(error, now_s)
-                elif moves and _is_overdue(attempts, now_s):
-                    moves -= 1
-                    _move(attempts, self._dispatcher, now_s)
-            except Exception as failure:  # ends this request, and no other
-                attempts.driver.internal_error(failure)
-            if not attempts.done:
-                self._put(attempts, _next_check_s(attempts, now_s))
-
-
-def _passed(attempts: Attempts, now_s: float) -> DeadlinePassed | None:
-    """Return which deadline has passed; that of the first token only while no byte of the response has come."""
-    request = attempts.request
-    if request.deadline_s and now_s >= request.deadline_s and not attempts.answering:
-        return DeadlinePassed(True, (request.deadline_s - request.arrived_s) * 1000.0)
-    if request.total_deadline_s and now_s >= request.total_deadline_s:
-        return DeadlinePassed(False, (request.total_deadline_s - request.arrived_s) * 1000.0)
-    return None
-
-
-def _next_check_s(attempts: Attempts, now_s: float) -> float:
-    """Return when the request has to be looked at: when a deadline passes, or earlier if it may have to move."""
-    request = attempts.request
-    due_s = request.total_deadline_s or inf
-    if attempts.answering:
-        return due_s
-    due_s = min(due_s, request.deadline_s or inf)
-    overdue_s = _overdue_s(attempts)
-    return min(due_s, max(overdue_s, now_s + MIN_OVERDUE_S)) if overdue_s else due_s
-
-
-def _overdue_s(attempts: Attempts) -> float:
-    """Return when the first token is overdue; 0.0 without an estimate, or if the request cannot go to another node."""
-    ticket, decision = attempts.ticket, attempts.decision
-    if attempts.hedge is not None or attempts.split is not None or not attempts.repeatable:
-        return 0.0
-    expected_ms = ticket.expected_ttft_ms
-    if not expected_ms or not ticket.node.speed.answers or not attempts.request.streams:
-        return 0.0
-    if decision.node is ticket.node and decision.price is not None:
-        expected_ms = max(expected_ms, decision.price.own)
-    return ticket.opened_s + max(MIN_OVERDUE_S, OVERDUE * expected_ms / 1000.0)
-
-
-def _is_overdue(attempts: Attempts, now_s: float) -> bool:
-    overdue_s = _overdue_s(attempts) if not attempts.answering else 0.0
-    return bool(overdue_s) and now_s >= overdue_s
-
-
-def _move(attempts: Attempts, dispatcher: Dispatcher, now_s: float) -> None:
-    """Send a request whose first token is overdue to another node, if it is expected in time there."""
-    node, request, has_room = attempts.ticket.node, attempts.request, dispatcher.admission.has_room
-    other = attempts.other_node(now_s, lambda o: o is not node and not o.needs_partner and has_room(o, now_s))
-    if other is None:
-        return
-    decision = attempts.get_failover().decision
-    if decision.node is not other:
-        if decision.query is None:
-            return
-        decision = dispatcher.router.decide_among((other,), decision.query)
-    if check_deadlines(request, decision, now_s) is None:
-        waited_s = now_s - attempts.ticket.opened_s
-        attempts.move_to(other, f"no first token after {waited_s:.1f} s; another node may meet the deadline", now_s)

@@ -7,16 +7,12 @@ most one line a second for each node, with the number of failed tries that it le
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import msgspec
 
+from warmroute.core.messages import NodeError, Outcome
 from warmroute.event_log import EventLog
-
-if TYPE_CHECKING:
-    from warmroute.core.messages import Outcome
-    from warmroute.core.node import Node
-
 
 log = EventLog("warmroute.fleet")
 
@@ -29,23 +25,6 @@ HEDGE: Final = "hedge"
 PREFILL: Final = "prefill"
 DECODE: Final = "decode"
 """What a node was asked for: the whole request, the whole request as a second node, or a part of it."""
-
-OTHER: Final = "other"
-
-
-class NodeError(msgspec.Struct, eq=False, gc=False):
-    """What is kept of the body of a node's error response. The rest of the body may arrive after the request has gone
-    to another node."""
-
-    kind: str = OTHER
-    """What the engine's text is about (edge/response.py)."""
-    type: str = ""
-    code: str = ""
-    """As the body names them: at most 64 characters of a small set."""
-    length: int = 0
-    """Bytes of the body; of one without a length that was not read to its end: those that were read."""
-    text: str = ""
-    """The beginning of the body; empty unless `journal.error_text` is set."""
 
 
 class FailedTry(msgspec.Struct, eq=False, gc=False):
@@ -106,11 +85,3 @@ class FailedTryLog:
                 node=node, **status, reason=failed.reason, role=failed.role, **read,
                 request_id=unlogged.request_id.decode("ascii", "replace"), left_out=unlogged.left_out,
             )  # fmt: skip
-
-
-class ServerError(msgspec.Struct, eq=False):
-    """What a node answered that serves other requests: 5xx, but not that it is busy. Not judged yet."""
-
-    node: Node
-    failed_s: float
-    reason: str

@@ -44,6 +44,11 @@ class Fleet:
         self.islands = IslandRegistry()
         self.adapters = FleetAdapters()
         self._nodes: dict[str, Node] = {}
+        self._numbered: dict[int, Node] = {}
+        self.changed: dict[Node, None] = {}
+        """Nodes whose waiting calls may have to leave, or that can take such calls, until the Brain has looked."""
+        self.version = 0
+        """Incremented when something changes that an edge has to know."""
         self._added = 0
         self._groups: dict[str, Group] = {}
         self.models_ever_served: dict[str, None] = {}
@@ -84,6 +89,9 @@ class Fleet:
     def find(self, name: str) -> Node | None:
         return self._nodes.get(name)
 
+    def numbered(self, number: int) -> Node | None:
+        return self._numbered.get(number)
+
     def add(self, config: NodeConfig) -> Node:
         name = node_name(config)
         if name in self._nodes:
@@ -91,16 +99,20 @@ class Fleet:
         node = self._nodes[name] = Node(config, self._health, self.adapters)
         self._added += 1
         node.number = self._added
+        self._numbered[node.number] = node
+        self.version += 1
         self.islands.add(node)
         self._regroup(node)
         return node
 
     def remove(self, name: str) -> Node:
-        """Remove a node at once. Its running requests keep their tickets until they finish, or leave it (routing's
-        Dispatcher.leave)."""
+        """Remove a node at once. Its running requests keep their tickets until they finish, or leave it."""
         node = self.node(name)
         node.draining = True
         del self._nodes[name]
+        del self._numbered[node.number]
+        self.version += 1
+        self.changed[node] = None
         node.speed.first_tokens = None  # another node may get its name
         before, node.groups = node.groups, ()
         for group in before:
@@ -117,6 +129,9 @@ class Fleet:
         if by_hand:
             node.drained_by_hand = draining
         node.draining = draining or node.drained_by_hand
+        self.version += 1
+        if not node.draining:
+            self.changed[node] = None
         for group in node.groups:
             self._members_changed(group)
         return node
@@ -125,6 +140,8 @@ class Fleet:
         """Give a node another role, until its configuration has another one than now. Its requests continue."""
         node = self.node(name)
         node.role = role
+        self.version += 1
+        self.changed[node] = None
         for group in node.groups:
             self._members_changed(group)
         return node
@@ -149,6 +166,7 @@ class Fleet:
     def update_config(self, node: Node, config: NodeConfig) -> None:
         """Apply a changed configuration of the same endpoint."""
         node.update_config(config)
+        self.version += 1
         self.islands.add(node)
         self._regroup(node)
         for on_change in self._config_observers:
@@ -167,6 +185,11 @@ class Fleet:
     def group(self, model: str) -> Group | None:
         group = self._groups.get(model)
         return group if group is None or group.is_sorted else group.sort_if_changed()
+
+    @property
+    def by_model(self) -> dict[str, Group]:
+        """The groups themselves, not a copy. One whose nodes changed health is sorted when `group` returns it."""
+        return self._groups
 
     @property
     def groups(self) -> Iterable[Group]:
@@ -202,6 +225,7 @@ class Fleet:
 
     def transfers_changed(self, node: Node) -> None:
         """The router learned which engine a node runs, or whether it can transfer KV cache."""
+        self.version += 1
         for group in node.groups:
             if group.has_roles:
                 self._members_changed(group)
@@ -215,6 +239,7 @@ class Fleet:
         if found != node.models or adapters != node.adapter_names or windows != node.context_windows:
             before = {name: _how_served(node, name) for name in node.models or ()}
             node.models, node.adapter_names, node.context_windows = found, adapters, windows
+            self.changed[node] = None
             self._regroup(node, {name for name in found if before.get(name) != _how_served(node, name)})
 
     def _regroup(self, node: Node, changed: Container[str] | None = None) -> None:
@@ -251,6 +276,7 @@ class Fleet:
                 del ever[name]
 
     def _members_changed(self, group: Group) -> None:
+        self.version += 1
         members, had_roles = group.members, group.has_roles
         group.members_changed(self._health.slow_start_s)
         self.has_roles = self.has_roles or group.has_roles
@@ -321,10 +347,12 @@ class Fleet:
     def _apply_health(self, node: Node, before: tuple[HealthState, bool], now_s: float) -> None:
         if node.health.eligibility == before:
             return
+        self.version += 1
         if node.health.state is HealthState.UP:
             self.outlier_detection.came_up(node, now_s)
         for group in node.groups:
             group.health_changed(self._health.slow_start_s)
+        self.changed[node] = None
         if node.health.state is not before[0]:
             for on_change in self._observers:
                 on_change(node, before[0])

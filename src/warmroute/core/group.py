@@ -1,4 +1,4 @@
-"""The nodes of one model, and by role the candidates of a request."""
+"""The nodes of one model, and by role the candidates of a request. They are sorted anew when a node has changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Which nodes are up, suspect or down: the circuit breaker of a node, and outlier detection among its peers."""
+"""Which nodes are up, suspect or down: the circuit breaker of a node, and outlier detection among its peers.
+
+core/fleet.py tells it how tickets ended (`close_ticket`, `count_failure`). `counts_of` says which outcomes outlier
+detection counts.
+"""
 
 from __future__ import annotations
 

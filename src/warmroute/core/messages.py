@@ -1,18 +1,36 @@
-"""Values that edge and core share: a request as routing sees it, the blocks of its prompt, how a try ended, and what
-an engine's KV transfer protocol does.
+"""Every value that crosses between edge and core, and the one rule of what a status means. Knows nothing else.
+
+    edge → core    Charge, Arrive, AnswerNow, Started, FirstToken, Ended, Prefilled, Failed, Withdrawn, Cancel, Due
+    core → edge    Send, Withdraw, Reject, Cut
+
+A call is one request of a client, from arrival to end; a try is one sending of it to one node. Each message names both:
+the edge numbers its calls, the core numbers the tries of a call from 1 on. Nodes are numbers, models are names. Times
+are the core's: an edge reports times of the clock that it hands to `handle`.
+
+Rules:
+1. The edge owns the first byte. Of several tries of a call, the first whose verdict is ANSWER goes to the client; the
+   edge withdraws the others at once and reports the winner.
+2. Withdraw is a question. The edge answers it with Withdrawn, or has already sent what makes it void: Started,
+   FirstToken or Ended of any try of the call, Failed of this one, or Cancel.
+3. Send to a node that the edge does not know, or for a call that it does not know any more: Failed(UNKNOWN).
+4. Reject ends the call. Its tries are over without further messages; a response that has begun is broken off with this
+   error.
+5. Cut asks the edge to end a response that has begun. It answers with Cancel(CUT), or with nothing if the client has
+   the last event already: then Ended follows.
 """
 
 from __future__ import annotations
 
 import enum
 from array import array
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from functools import lru_cache
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import Any, Final, Protocol
 
 import msgspec
 
+from warmroute._kernel import KEY_CHARACTERS as KEY_CHARACTERS
 from warmroute._kernel import (
     OUTCOME_BROKEN,
     OUTCOME_BUSY,
@@ -24,8 +42,7 @@ from warmroute._kernel import (
 )
 from warmroute.config.routing import NORMAL
 
-if TYPE_CHECKING:
-    from warmroute.core.node import Node
+# The request and its prompt.
 
 
 # What routing knows about a request, besides its prompt. Built once; only the prompt's length may be added later.
@@ -73,6 +90,11 @@ class RoutingRequest(msgspec.Struct, eq=False, gc=False):
     """Whether the request is ended when a deadline cannot be met or has passed (`on_deadline = "end"`)."""
     cache_group: str = ""
     """Whose prompts count as cached for it; empty: everybody's."""
+
+    def forget_text(self) -> None:
+        """Drop what the client wrote: of a request that has ended, names and numbers are kept."""
+        self.system = self.user = self.subset = None
+        self.session = self.session_header = self.start = b""
 
     def prefix_key(self) -> bytes | None:
         """Return model, start of the system prompt and of the first user message; None where there is neither."""
@@ -132,17 +154,17 @@ class Lookup(msgspec.Struct, eq=False):
     the engine may truncate it."""
     special: SpecialPrompt | None = None
     """Set where the request is not a single prompt that the engine takes as it is."""
-    _chains: dict[tuple[str, str, int], bytes] = {}
-    """The result of `blocks`."""
+    chains: dict[tuple[str, str, int], bytes] = {}
+    """What `blocks` has computed."""
 
     def blocks(self, model: str, lora: str, block_size: int) -> bytes:
         """Return the hashes of the prompt's full blocks, 8 bytes each. They are computed once for each block size."""
         key = (model, lora, block_size)
-        found = self._chains.get(key)
+        found = self.chains.get(key)
         if found is None:
             extra = self._extra(block_size) if self.media or self.salt else None
             seed = namespace_seed(model, lora, block_size, TEXT if self.text else "")
-            found = self._chains[key] = hash_blocks(seed, None, self.tokens, block_size, extra)
+            found = self.chains[key] = hash_blocks(seed, None, self.tokens, block_size, extra)
         return found
 
     def prefix(self, tokens: int) -> Lookup:
@@ -155,7 +177,7 @@ class Lookup(msgspec.Struct, eq=False):
             self.cache_group,
             tuple([one for one in self.media if one[0] < tokens]),
             self.text,
-            _chains={key: chain[: tokens // key[2] * 8] for key, chain in self._chains.items()},
+            chains={key: chain[: tokens // key[2] * 8] for key, chain in self.chains.items()},
         )
 
     def first_tokens(self, count: int) -> list[int]:
@@ -167,7 +189,7 @@ class Lookup(msgspec.Struct, eq=False):
         if self.media or self.text:
             return None
         return next(
-            (lora or model for (model, lora, _), chain in self._chains.items() if chain.startswith(prefix)), None
+            (lora or model for (model, lora, _), chain in self.chains.items() if chain.startswith(prefix)), None
         )
 
     def _extra(self, block_size: int) -> list[bytes | None] | None:
@@ -203,11 +225,11 @@ MAX_PARAMETERS_BYTES: Final = 1 << 20
 class KvTransfer(Protocol):
     """The fields that the prefill request and the decode request have beside the client's: JSON text by name."""
 
-    def prefill_fields(self, fields: Container[str], prefill_node: Node, room: int) -> Mapping[str, bytes]:
+    def prefill_fields(self, fields: Container[str], prefill_node: NodeRow, room: int) -> Mapping[str, bytes]:
         """`fields`: those of the client's body. `room`: a random number, the same for both requests."""
 
     def decode_fields(
-        self, fields: Container[str], prefill_node: Node, room: int, transfer: bytes | None
+        self, fields: Container[str], prefill_node: NodeRow, room: int, transfer: bytes | None
     ) -> Mapping[str, bytes]:
         """`transfer`: what `read_transfer` returned; None if the protocol sends both requests at the same time."""
 
@@ -224,3 +246,437 @@ class Outcome(enum.IntEnum):
     FAILED = OUTCOME_FAILED  # connection error, timeout, other 5xx or an invalid response, before the first byte
     BROKEN = OUTCOME_BROKEN  # the response broke off after its first byte
     CANCELLED = OUTCOME_CANCELLED  # the client disconnected
+
+
+OTHER_ERROR: Final = "other"
+
+
+class NodeError(msgspec.Struct, eq=False, gc=False):
+    """What is kept of the body of a node's error response. The rest of the body may arrive after the request has gone
+    to another node."""
+
+    kind: str = OTHER_ERROR
+    """What the engine's text is about (edge/response.py)."""
+    type: str = ""
+    code: str = ""
+    """As the body names them: at most 64 characters of a small set."""
+    length: int = 0
+    """Bytes of the body; of one without a length that was not read to its end: those that were read."""
+    text: str = ""
+    """The beginning of the body; empty unless `journal.error_text` is set."""
+
+
+Usage = tuple[int | None, int | None, int | None]
+"""Prompt tokens, cached prompt tokens and output tokens as a response reports them; None where it does not."""
+
+
+class Role(enum.IntEnum):
+    """What a node is asked for."""
+
+    FIRST = 0
+    MOVE = 1  # the whole request, after another try
+    HEDGE = 2  # the whole request, beside another try
+    PREFILL = 3
+    DECODE = 4
+
+
+class Left(enum.IntEnum):
+    """Why the edge ends a call."""
+
+    LEFT = 0  # the client disconnected
+    INTERNAL = 1  # the edge itself failed at it
+    STOPPING = 2  # the router stops
+    CUT = 3  # the core asked for it
+
+
+# What a status means.
+
+REFUSED: Final = -1
+"""No process listens there, or its certificate is wrong."""
+TRANSIENT: Final = -2
+"""A connect timeout, or a failure of DNS, TLS or network that may pass."""
+LOCAL: Final = -3
+"""The edge lacks files, ports or memory. It says nothing about the node."""
+SILENT: Final = -4
+"""The node kept the connection open and sent nothing for too long."""
+CLOSED: Final = -5
+"""The node closed the connection."""
+MALFORMED: Final = -6
+"""Not HTTP, or a status that no answer may have."""
+TOO_LARGE: Final = -7
+"""The answer of a prefill node is larger than any can be."""
+ERROR_EVENT: Final = -8
+"""The stream of a decode node began with an error."""
+NO_ENDPOINT: Final = -9
+"""The node's name has no address that Envoy could use. The node was not asked."""
+UNKNOWN: Final = -10
+"""The edge does not know the node, or not what it should send there. The node was not asked."""
+NOT_ASKED: Final = (NO_ENDPOINT, UNKNOWN)
+BEFORE_THE_REQUEST: Final = (REFUSED, TRANSIENT, LOCAL, NO_ENDPOINT, UNKNOWN)
+"""The node has not got the request, so it cannot have begun it, nor fetched a KV cache for it."""
+
+
+class Verdict(enum.IntEnum):
+    ANSWER = 0  # goes to the client
+    NEXT = 1  # another node is asked
+    ALONE = 2  # the prefill or the transfer failed: the decode node gets the whole request
+    END = 3  # the client has its answer, and none can follow
+
+
+class Reader(enum.IntEnum):
+    """Who reads a status: what it means depends on what the node was asked for, and on who has shown it."""
+
+    WHOLE = 0  # a node that was asked for the whole answer
+    PREFILL = 1
+    DECODE = 2
+    DECODE_ONLY = 3  # a decode node that cannot prefill: it has no other way than the transfer
+    ENVOY = 4  # a node's answer that Envoy has passed on
+    ENVOY_ITSELF = 5  # an answer of Envoy's own
+
+
+_ANSWER_OK: Final = (Verdict.ANSWER, Outcome.OK)
+_ANSWER_REJECTED: Final = (Verdict.ANSWER, Outcome.REJECTED)
+_NEXT_BUSY: Final = (Verdict.NEXT, Outcome.BUSY)
+_NEXT_FAILED: Final = (Verdict.NEXT, Outcome.FAILED)
+_NEXT_CANCELLED: Final = (Verdict.NEXT, Outcome.CANCELLED)
+_ALONE_BUSY: Final = (Verdict.ALONE, Outcome.BUSY)
+_ALONE_FAILED: Final = (Verdict.ALONE, Outcome.FAILED)
+_ALONE_REJECTED: Final = (Verdict.ALONE, Outcome.REJECTED)
+_ALONE_CANCELLED: Final = (Verdict.ALONE, Outcome.CANCELLED)
+_END_BUSY: Final = (Verdict.END, Outcome.BUSY)
+_END_FAILED: Final = (Verdict.END, Outcome.FAILED)
+_END_CANCELLED: Final = (Verdict.END, Outcome.CANCELLED)
+
+# In the order of Reader: WHOLE, PREFILL, DECODE, DECODE_ONLY, ENVOY, ENVOY_ITSELF.
+_GOOD: Final = (_ANSWER_OK,) * 6
+_CLIENTS_FAULT: Final = (
+    _ANSWER_REJECTED, _ALONE_REJECTED, _ALONE_CANCELLED, _ANSWER_REJECTED, _ANSWER_REJECTED, _END_CANCELLED,
+)  # fmt: skip
+_BUSY_429: Final = (_NEXT_BUSY, _ALONE_BUSY, _NEXT_BUSY, _NEXT_BUSY, _END_BUSY, _END_CANCELLED)
+_BUSY_503: Final = (_NEXT_BUSY, _ALONE_BUSY, _NEXT_BUSY, _NEXT_BUSY, _END_BUSY, _END_FAILED)
+_SERVERS_FAULT: Final = (
+    _NEXT_FAILED, _ALONE_FAILED, _ALONE_CANCELLED, _ALONE_CANCELLED, _END_FAILED, _END_FAILED,
+)  # fmt: skip
+_BROKEN: Final = (_NEXT_FAILED, _ALONE_FAILED, _NEXT_FAILED, _NEXT_FAILED, _END_FAILED, _END_FAILED)
+_OURS: Final = (_NEXT_BUSY, _ALONE_BUSY, _NEXT_BUSY, _NEXT_BUSY, _END_CANCELLED, _END_CANCELLED)
+_TRANSFERS_FAULT: Final = (
+    _ANSWER_OK, _ALONE_FAILED, _ALONE_CANCELLED, _ALONE_CANCELLED, _ANSWER_OK, _ANSWER_OK,
+)  # fmt: skip
+_UNASKED: Final = (_NEXT_CANCELLED, _ALONE_CANCELLED, _NEXT_CANCELLED, _NEXT_CANCELLED, _END_CANCELLED, _END_CANCELLED)
+
+_SIGNS: Final = {
+    REFUSED: _BROKEN, TRANSIENT: _BROKEN, LOCAL: _OURS, SILENT: _BROKEN, CLOSED: _BROKEN, MALFORMED: _BROKEN,
+    TOO_LARGE: _BROKEN, ERROR_EVENT: _TRANSFERS_FAULT, NO_ENDPOINT: _UNASKED, UNKNOWN: _UNASKED,
+}  # fmt: skip
+
+
+def outcome_of(status: int, reader: Reader) -> tuple[Verdict, Outcome]:
+    """Return what a status, or a sign of the connection, means. Edge and core ask here and nowhere else.
+
+    A status of 0 is an answer whose head Envoy did not show.
+    """
+    if status < 0:
+        return _SIGNS[status][reader]
+    if status < 400:
+        return _GOOD[reader]
+    if status < 500:
+        return (_BUSY_429 if status == 429 else _CLIENTS_FAULT)[reader]
+    if status < 600:
+        return (_BUSY_503 if status == 503 else _SERVERS_FAULT)[reader]
+    return _BROKEN[reader]
+
+
+# From the edge.
+
+
+class Charge(msgspec.Struct, gc=False):
+    """A request of a tenant with limits: before its prompt is read, it takes one request from them."""
+
+    id: int
+    limits: Any
+    """The tenant's limits as they were when the head arrived."""
+    body_bytes: int
+    has_output: bool
+    request: RoutingRequest
+
+
+class Arrive(msgspec.Struct, eq=False):
+    """The request is read: where should it go?"""
+
+    id: int
+    request_id: bytes
+    request: RoutingRequest
+    prompt: Lookup | None = None
+    """None where nobody wants it, or it is too short to matter."""
+    prompt_tokens: int | None = None
+    """For the tenant's limits; None if the prompt was not read."""
+    repeatable: bool = True
+    """Whether the request may be sent to a second node while the first one may still execute it."""
+    envoy: bool = False
+    """Envoy sends the request, and sends it again if a node fails: once sent, it cannot be taken back."""
+    names_node: bool = False
+    """Whether the response's head should name the node."""
+    kept: Any = None
+    """What others want back when the call has ended (capture, traces, prompt doctor, request log). The core does not
+    look into it. If it is set, the core keeps the call's history, and puts the call into `Brain.ended`."""
+
+
+class AnswerNow(msgspec.Struct, gc=False):
+    """Envoy will not wait longer for a node."""
+
+    id: int
+
+
+class Started(msgspec.Struct, eq=False, gc=False):
+    """The client has a byte of this try's response."""
+
+    id: int
+    try_: int
+    status: int
+    error: NodeError | None = None
+    served: int = 0
+    """The node that answers, where Envoy has chosen another one than the core; 0: the try's own."""
+    by_envoy: bool = False
+    """Envoy itself answers."""
+    retry_after_s: int | None = None
+
+
+class FirstToken(msgspec.Struct, eq=False, gc=False):
+    """The first piece of content has come, or as much of the response as the router can see. Implies Started."""
+
+    id: int
+    try_: int
+    status: int
+    error: NodeError | None = None
+
+
+class Ended(msgspec.Struct, eq=False, gc=False):
+    """The client has the whole response. Implies Started and FirstToken."""
+
+    id: int
+    try_: int
+    status: int
+    first_s: float
+    """When its first byte came, if FirstToken was not sent."""
+    usage: Usage | None
+    error: NodeError | None = None
+
+
+class Prefilled(msgspec.Struct, eq=False, gc=False):
+    """The prefill node has answered."""
+
+    id: int
+    try_: int
+    has_transfer: bool
+    """Whether its answer says where its KV cache is."""
+    is_unfinished: bool
+    """Without that: whether another node could continue the answer."""
+    usage: Usage | None
+
+
+class Failed(msgspec.Struct, eq=False, gc=False):
+    """The try has ended without the whole response."""
+
+    id: int
+    try_: int
+    status: int
+    """Of HTTP, or a sign of the connection."""
+    reason: str
+    """In the router's own words."""
+    retry_after_s: int | None = None
+    error: NodeError | None = None
+    broke: bool = False
+    """The client has a part of the response."""
+
+
+class Withdrawn(msgspec.Struct, eq=False, gc=False):
+    id: int
+    try_: int
+
+
+class Cancel(msgspec.Struct, eq=False, gc=False):
+    """The edge has ended the call, and has withdrawn its tries."""
+
+    id: int
+    why: Left
+    reason: str = ""
+
+
+QUEUE: Final = 1
+"""The queue and the deadlines are looked at."""
+OVERDUE: Final = 2
+"""Calls that wait for a first byte are looked at: pairs that hang, hedges."""
+MOVES: Final = 4
+"""Calls leave nodes that are down, and nodes that became free get calls."""
+ALL: Final = QUEUE | OVERDUE | MOVES
+
+
+class Due(msgspec.Struct, gc=False):
+    """Time has passed: sent when `due_now` is set, and when `next_due_s` has come."""
+
+    parts: int = ALL
+    """ALL: whatever is due. Else this part is carried out, due or not."""
+
+
+Event = (
+    Charge | Arrive | AnswerNow | Started | FirstToken | Ended | Prefilled | Failed | Withdrawn | Cancel | Due
+)  # fmt: skip
+DUE: Final = Due()
+
+
+# From the core.
+
+
+class Send(msgspec.Struct, eq=False, gc=False):
+    """Send the call to this node. The try's ticket is open."""
+
+    id: int
+    try_: int
+    node: int
+    role: Role
+    rank: int = -1
+    """The data-parallel rank that holds the prompt's prefix; -1: the node has only one."""
+    wants_usage: bool = False
+    """Whether somebody uses the token counts that the response reports."""
+    kv_from: int = 0
+    """Of a decode try: the prefill try whose KV cache it fetches. Of a prefill try: the node that will decode."""
+    prefill_node: int = 0
+    """Of a decode try."""
+    needs_partner: bool = False
+    """The node cannot prefill."""
+    fallbacks: tuple[int, ...] = ()
+    """For Envoy: further nodes, the best first."""
+    limit_lines: tuple[tuple[str, str], ...] | None = None
+    """What is left of the tenant's limits, as headers of the response; None: the tenant has none."""
+    node_lines: tuple[tuple[bytes, bytes], ...] = ()
+    """Headers of the response that name the node."""
+
+
+class Withdraw(msgspec.Struct, eq=False, gc=False):
+    """Give this try up, unless its response has begun."""
+
+    id: int
+    try_: int
+
+
+class Reject(msgspec.Struct, eq=False):
+    """End the call with this error."""
+
+    id: int
+    status: int
+    code: str
+    message: str
+    kind: str = "invalid_request_error"
+    param: str | None = None
+    retry_after_s: int | None = None
+    headers: tuple[tuple[str, str], ...] = ()
+
+
+class Cut(msgspec.Struct, eq=False):
+    """End the response that the client is reading with this error."""
+
+    id: int
+    error: Reject
+
+
+Command = Send | Withdraw | Reject | Cut
+
+
+# What the core writes down of a traced call.
+
+
+class ClosedTry(msgspec.Struct, eq=False, gc=False):
+    try_: int
+    role: Role
+    node: str
+    island: str
+    engine: str
+    host: str
+    port: int
+    opened_s: float
+    first_token_s: float
+    """0 without a first token."""
+    closed_s: float
+    outcome: Outcome
+    reason: str
+    """Why it failed; empty if it did not."""
+    prompt_tokens: int
+    """0 if the prompt was not looked up."""
+    cached_tokens: int
+    """Predicted."""
+    rank: int | None
+    expected_ttft_ms: float
+    status: int = 0
+    """Of its response; 0 without one."""
+
+
+class CallHistory(msgspec.Struct, eq=False):
+    """What happened to a call that somebody wants back."""
+
+    entered_s: float = 0.0
+    """When the prompt was read, and the call asked for a node."""
+    queue_length: int = 0
+    """Calls that waited in the queue when this one came."""
+    queued: bool = False
+    """Whether it had to wait, too."""
+    decided_s: float = 0.0
+    tries: list[ClosedTry] = []
+    # at its end, of the try that answered
+    opened_s: float = 0.0
+    """When its ticket was opened; 0: no node got the call."""
+    expected_output: float = 0.0
+    """Output tokens that were expected, if the response reported none."""
+    predicted: int | None = None
+    """Prompt tokens that were expected to be cached; None without a prediction."""
+    prompt_tokens: int = 0
+    model: str = ""
+    """The model that its tokens count for."""
+    ms_per_token: float = 0.0
+    """GPU time of a long prompt's token on its node."""
+    step_ms: float = 0.0
+    """GPU time of one step of its node's engine."""
+
+
+# What an edge knows of the fleet.
+
+
+class NodeRow(msgspec.Struct, frozen=True, eq=False, gc=False):
+    """What an edge needs of a node to send it a request."""
+
+    number: int
+    """Never given to another node. A node with another address is another node."""
+    name: str
+    scheme: str
+    host: str
+    port: int
+    api_key_env: str
+    """The environment variable with the node's API key; empty if it needs none."""
+    engine: str
+    role: str
+    bootstrap_port: int
+    """Of SGLang's KV transfer."""
+
+
+class Tables(msgspec.Struct, eq=False):
+    """The core makes a new object whenever something in it has changed."""
+
+    version: int = 0
+    nodes: dict[int, NodeRow] = {}
+    """By number. Without the nodes that have left."""
+    is_ready: bool = False
+    """Whether a node can serve, or requests may wait for the first one of an autoscaled fleet."""
+    cards: Callable[[], tuple[dict[str, object], ...]] = tuple
+    """What GET /v1/models lists: every model of the nodes that do not drain, with its longest context window."""
+    only_model: str = ""
+    """The only model that the fleet serves; empty if there is none, or several."""
+    has_several_islands: bool = False
+    has_pairs: bool = False
+    """Whether a node has, or had, the role `prefill` or `decode`."""
+    pairs_only_with_vllm: bool = False
+    """Whether all nodes that can be one of a pair run vLLM."""
+    shortest_window: dict[str, int] = {}
+    """By model, the shortest context window of its nodes in tokens; only of models whose nodes differ in it."""
+    wants_tokens: bool = False
+    """Whether the policy reads prompts."""
+    route_wants_tokens: dict[str, bool] = {}
+    """By route, whether its policy does; only of routes with a policy of their own."""

@@ -580,9 +580,12 @@ class Ticket(TicketState):
     """The kernel's TicketState updates the node's counters at dispatch, first token and end."""
 
     node: Node
-    __slots__ = ("_groups",)
+    rank: int
+    """The data-parallel rank that holds the prompt's prefix; -1: none is known, or the node has only one."""
+    __slots__ = ("_groups", "rank")
 
     def __init__(self, node: Node, now_s: float) -> None:
+        self.rank = -1
         self.open(node, now_s)
         groups = self._groups = node.groups
         for group in groups:

@@ -1,4 +1,8 @@
-"""One node's cache as the router knows it: blocks by source and tier, their age, and how far predictions are right."""
+"""One node's cache as the router knows it: blocks by source and tier, their age, and how far predictions are right.
+
+SAVED_SHARE has the value of a hit in each tier, `freshness` how it falls with the age of the node's last event. The
+two ages are EVENT_AGES_S in core/cache_view.py.
+"""
 
 from __future__ import annotations
 

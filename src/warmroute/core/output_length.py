@@ -10,7 +10,7 @@ prefills of other prompts interrupt them for up to half of the time, so a stream
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 from warmroute.core.speeds import DecodeSpeed
 
@@ -61,9 +61,19 @@ class OutputLengthEstimate:
         return min(mean, max_tokens) if max_tokens else mean
 
     def record(self, model: str, tenant: str, tokens: int) -> None:
-        _update(self._by_model, model, tokens)
+        means = self._by_model
+        mean = means.get(model)
+        if mean is not None:
+            means[model] = mean + WEIGHT * (tokens - mean)
+        elif len(means) < MAX_AVERAGES:
+            means[model] = float(tokens)
         if tenant:
-            _update(self._by_tenant, (model, tenant), tokens)
+            of_tenants = self._by_tenant
+            mean = of_tenants.get((model, tenant))
+            if mean is not None:
+                of_tenants[model, tenant] = mean + WEIGHT * (tokens - mean)
+            elif len(of_tenants) < MAX_AVERAGES:
+                of_tenants[model, tenant] = float(tokens)
         reported = self._reported.get(model, 0)
         if reported < ENOUGH and model in self._by_model:
             self._reported[model] = reported + 1
@@ -90,11 +100,3 @@ class OutputLengthEstimate:
         under_way.at_s = now_s
         if not under_way.count:
             del self._under_way[model]
-
-
-def _update(means: dict[Any, float], key: object, tokens: int) -> None:
-    mean = means.get(key)
-    if mean is not None:
-        means[key] = mean + WEIGHT * (tokens - mean)
-    elif len(means) < MAX_AVERAGES:
-        means[key] = float(tokens)

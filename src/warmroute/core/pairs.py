@@ -9,6 +9,8 @@ A pair is a candidate like a node, with a price in the same milliseconds:
            + risk                              as for a node
     others'  memory, congestion                on both nodes
 
+`_price_of_pair` shows the sum in the terms of a single node's price: it books what it does not name under congestion.
+
 A node that prefills on its own delays the answers that it decodes meanwhile. So the price of a node alone gets one more
 term where some nodes have a role:
 

@@ -41,7 +41,8 @@ class Prediction:
     """Whether the node has more of the prompt than the request's tenant may learn of (tenant_isolation.py)."""
     pending: bool = False
     """Whether the blocks count as pending; that ends shortly after the first token."""
-    _generation: int = 0
+    generation: int = 0
+    """Of the node's cache when the prompt was sent: emptying it begins a new one."""
     _store_events: int = 0
     _new_blocks: bytes = b""
     _uses: Uses | None = None
@@ -78,7 +79,7 @@ class Prediction:
         self.store_tokens = store_tokens
         self.declined_tokens = declined_tokens
         self.has_hidden_hits = has_hidden_hits
-        self._generation = cache.generation
+        self.generation = cache.generation
         self._store_events = cache.store_events
         if exact and cache.complete:
             self.pending = True
@@ -89,13 +90,7 @@ class Prediction:
     @property
     def is_current(self) -> bool:
         """Whether the node's cache has not been emptied since the prompt was sent."""
-        return self.cache.generation == self._generation
-
-    def prefilled(self) -> None:
-        """Handle the first token: the node has prefilled the prompt."""
-        cache, sent_s = self.cache, self.sent_s
-        if cache.prefilled_s < sent_s and cache.generation == self._generation:
-            cache.prefilled_s = sent_s
+        return self.cache.generation == self.generation
 
     def end_pending(self) -> None:
         """Stop counting the blocks as pending: events have reported them by now, or never will."""
@@ -125,7 +120,7 @@ class Prediction:
         cache, matches = self.cache, prompt_tokens == self.prompt_tokens
         if matches and (cache.complete or not cache.token_mismatches):
             return
-        if self.is_current:
+        if cache.generation == self.generation:
             cache.note_tokens(matches)
 
     def reported_hit(self, cached_tokens: int, prompt_tokens: int | None) -> int | None:
@@ -171,5 +166,5 @@ class Prediction:
     def record_output(self, output_tokens: int, now_s: float) -> None:
         """Account for the response, which takes room in the node's cache."""
         cache = self.cache
-        if output_tokens >= cache.block_size and cache.generation == self._generation:
+        if output_tokens >= cache.block_size and cache.generation == self.generation:
             cache.record_output(output_tokens, now_s)

@@ -6,7 +6,7 @@ work(new, cached) = new + ATTENTION_WORK · new · (cached + new / 2)
 
 from __future__ import annotations
 
-from warmroute._kernel import ATTENTION_WORK
+from warmroute._kernel import ATTENTION_WORK as ATTENTION_WORK
 
 
 def work(new: float, cached: float, prompts: int = 1) -> float:

@@ -1,11 +1,15 @@
-"""The queue of admission: tenants, priorities and nodes, and how many requests may wait."""
+"""The queue of admission: tenants, priorities and nodes, and how many requests may wait.
+
+`retry_after_s` computes after how long a rejected request would get a node: it is the number in `Retry-After`, before
+core/rejections.py bounds and rounds it.
+"""
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from math import inf
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from warmroute.config.routing import HIGH, LOW, PRIORITY_NAMES
 from warmroute.core.cluster.turns import Head
@@ -16,13 +20,15 @@ from warmroute.core.messages import RoutingRequest
 from warmroute.core.node import Node
 from warmroute.core.queue_order import (
     SHARE,
-    PendingRequest,
     QueuedRequest,
     QueueOrder,
     RequestsByWork,
     WaitingGuarantee,
 )
 from warmroute.core.rejections import QueueFull
+
+if TYPE_CHECKING:
+    from warmroute.core.calls import Call
 
 # The admission queue: requests that wait at the router for a node, and whose turn is next. No I/O.
 #
@@ -44,8 +50,8 @@ Key = tuple[int, str]
 """Priority and tenant."""
 
 
-def _key(pending: PendingRequest) -> Key:
-    return pending.request.priority, pending.request.tenant
+def _key(call: Call) -> Key:
+    return call.request.priority, call.request.tenant
 
 
 def _sharing_nodes(decision: Decision) -> tuple[Node, ...]:
@@ -65,29 +71,29 @@ class TenantQueue:
         self.work_ms = work_ms
         """Prefill work that was admitted."""
         self.waiting: dict[int, QueuedRequest] = {}
-        """In order of arrival, by the pending request's id()."""
+        """In order of arrival, by number."""
         self.by_work = RequestsByWork()
         self._by_decision: OrderedDict[int, QueuedRequest] = OrderedDict()
         """The same as `waiting`, the oldest decision first."""
 
     def add(self, queued: QueuedRequest) -> None:
-        self.waiting[id(queued.pending)] = self._by_decision[id(queued.pending)] = queued
+        self.waiting[queued.call.id] = self._by_decision[queued.call.id] = queued
         queued.key = queued.current_key()
-        queued.note_work(queued.pending.request.arrived_s)
+        queued.note_work(queued.call.request.arrived_s)
         self.by_work.add(queued)
         queued.group.waiting += 1
 
-    def remove(self, pending: PendingRequest) -> QueuedRequest | None:
-        queued = self.waiting.pop(id(pending), None)
+    def remove(self, call: Call) -> QueuedRequest | None:
+        queued = self.waiting.pop(call.id, None)
         if queued is not None:
-            del self._by_decision[id(pending)]
+            del self._by_decision[call.id]
             self.by_work.remove(queued, queued.decision.entry_node)
             queued.group.waiting -= 1
         return queued
 
     def update_decision(self, queued: QueuedRequest, decision: Decision) -> None:
         """The group changes, too, if all nodes of the model left and others joined."""
-        query, before, number = decision.query, queued.decision.entry_node, id(queued.pending)
+        query, before, number = decision.query, queued.decision.entry_node, queued.call.id
         if query is not None and query.group is not queued.group:
             queued.group.waiting -= 1
             queued.group = query.group
@@ -126,10 +132,10 @@ class AdmissionQueue:
         wait its turn, too."""
         self._work_level = [0.0] * len(PRIORITY_NAMES)
         """By priority: admitted work of the tenant whose turn was last. New tenants start there."""
-        self.waiting_for_first_node: dict[int, PendingRequest] = {}
-        """Requests for which no node exists, in order of arrival, by id()."""
+        self.waiting_for_first_node: dict[int, Call] = {}
+        """Requests for which no node exists, in order of arrival, by number."""
         self.without_node_since_s: dict[int, float] = {}
-        """When they began to wait without a node, by id()."""
+        """When they began to wait without a node, by number."""
         self._number = 0
         """Of the request that was queued last."""
         self._counts: Counter[Key] = Counter()
@@ -149,35 +155,35 @@ class AdmissionQueue:
 
     # Adding and removing.
 
-    def add(self, pending: PendingRequest, decision: Decision) -> None:
+    def add(self, call: Call, decision: Decision) -> None:
         """Queue a request until its node has room."""
         self.queued_total += 1
-        self._add(pending, decision)
+        self._add(call, decision)
 
-    def add_without_node(self, pending: PendingRequest, now_s: float) -> None:
+    def add_without_node(self, call: Call, now_s: float) -> None:
         """Queue a request until a first node joins."""
         self.queued_total += 1
-        self._add_without_node(pending, now_s)
+        self._add_without_node(call, now_s)
 
-    def last_node_left(self, key: Key, pending: PendingRequest, now_s: float) -> None:
+    def last_node_left(self, key: Key, call: Call, now_s: float) -> None:
         """A queued request continues to wait for a first node."""
-        self.remove(key, pending)
-        self._add_without_node(pending, now_s)
+        self.remove(key, call)
+        self._add_without_node(call, now_s)
 
-    def first_node_joined(self, pending: PendingRequest, decision: Decision) -> None:
+    def first_node_joined(self, call: Call, decision: Decision) -> None:
         """A request that waited for a first node continues to wait for room on it."""
-        self.remove_without_node(pending)
-        self._add(pending, decision)
+        self.remove_without_node(call)
+        self._add(call, decision)
 
-    def cancel(self, pending: PendingRequest) -> None:
+    def cancel(self, call: Call) -> None:
         """Remove a request if it is queued."""
-        if not self.remove_without_node(pending):
-            self.remove(_key(pending), pending)
+        if not self.remove_without_node(call):
+            self.remove(_key(call), call)
 
-    def remove(self, key: Key, pending: PendingRequest) -> bool:
+    def remove(self, key: Key, call: Call) -> bool:
         """Return False if the request was not queued."""
         tenant = self.tenants.get(key)
-        if tenant is None or (queued := tenant.remove(pending)) is None:
+        if tenant is None or (queued := tenant.remove(call)) is None:
             return False
         self.guarantee.remove(queued)
         self._count_for_node(queued.decision.entry_node, key, -1)
@@ -195,12 +201,12 @@ class AdmissionQueue:
                 self._work_level = [0.0] * len(PRIORITY_NAMES)
         return True
 
-    def remove_without_node(self, pending: PendingRequest) -> bool:
+    def remove_without_node(self, call: Call) -> bool:
         """Return False if the request did not wait for a first node."""
-        if self.waiting_for_first_node.pop(id(pending), None) is None:
+        if self.waiting_for_first_node.pop(call.id, None) is None:
             return False
-        del self.without_node_since_s[id(pending)]
-        self._count_removed(_key(pending))
+        del self.without_node_since_s[call.id]
+        self._count_removed(_key(call))
         return True
 
     def _count_removed(self, key: Key) -> None:
@@ -209,8 +215,8 @@ class AdmissionQueue:
         if not self._counts[key]:
             del self._counts[key]
 
-    def _add(self, pending: PendingRequest, decision: Decision) -> None:
-        key = _key(pending)
+    def _add(self, call: Call, decision: Decision) -> None:
+        key = _key(call)
         query = decision.query
         assert query is not None
         if not self.tenants:
@@ -222,7 +228,7 @@ class AdmissionQueue:
             work_ms = max(self._work_level[key[0]], self.past_work_ms.pop(key, 0.0))
             tenant = self.tenants[key] = TenantQueue(work_ms)
         self._number += 1
-        queued = QueuedRequest(pending, decision, query.group, self._number, self._order)
+        queued = QueuedRequest(call, decision, query.group, self._number, self._order)
         tenant.add(queued)
         self.guarantee.add(queued)
         self._count_for_node(decision.entry_node, key, 1)
@@ -238,11 +244,11 @@ class AdmissionQueue:
             if not tenants:
                 del self.waiting_for[node]
 
-    def _add_without_node(self, pending: PendingRequest, now_s: float) -> None:
-        self.waiting_for_first_node[id(pending)] = pending
-        self.without_node_since_s[id(pending)] = now_s
+    def _add_without_node(self, call: Call, now_s: float) -> None:
+        self.waiting_for_first_node[call.id] = call
+        self.without_node_since_s[call.id] = now_s
         self.waiting += 1
-        self._counts[_key(pending)] += 1
+        self._counts[_key(call)] += 1
 
     def update_decision(self, key: Key, queued: QueuedRequest, decision: Decision) -> None:
         before = queued.decision.entry_node
@@ -268,21 +274,21 @@ class AdmissionQueue:
             if queued.number % parts == part
         ]
 
-    def find(self, pending: PendingRequest) -> QueuedRequest | None:
+    def find(self, call: Call) -> QueuedRequest | None:
         """Return None if the request does not wait for room."""
-        tenant = self.tenants.get(_key(pending))
-        return tenant.waiting.get(id(pending)) if tenant is not None else None
+        tenant = self.tenants.get(_key(call))
+        return tenant.waiting.get(call.id) if tenant is not None else None
 
     def contains(self, key: Key, queued: QueuedRequest) -> bool:
         tenant = self.tenants.get(key)
-        return tenant is not None and tenant.waiting.get(id(queued.pending)) is queued
+        return tenant is not None and tenant.waiting.get(queued.call.id) is queued
 
     @property
     def has_higher_priority(self) -> bool:
         """Whether a request above low priority waits for room."""
         return any(key[0] != LOW for key in self.tenants)
 
-    def next_to_displace(self, request: RoutingRequest) -> PendingRequest | None:
+    def next_to_displace(self, request: RoutingRequest) -> Call | None:
         """Return the queued request that makes room for a new one; None if none has to.
 
         That is the newest request of the largest tenant: with low priority, if the new one has a higher priority; else
@@ -299,11 +305,11 @@ class AdmissionQueue:
         """Return the tenant with the most queued requests of this priority, and their number."""
         return max(((count, key) for key, count in self._counts.items() if key[0] == priority), default=None)
 
-    def _newest(self, key: Key) -> PendingRequest:
+    def _newest(self, key: Key) -> Call:
         tenant = self.tenants.get(key)
         if tenant is not None:
-            return next(reversed(tenant.waiting.values())).pending
-        return next(pending for pending in reversed(self.waiting_for_first_node.values()) if _key(pending) == key)
+            return next(reversed(tenant.waiting.values())).call
+        return next(call for call in reversed(self.waiting_for_first_node.values()) if _key(call) == key)
 
     def work_ahead_ms(self, request: RoutingRequest, group: Group, work_ms: float, now_s: float) -> float:
         """Return the queued prefill work that would be admitted before a new request with this much work.
@@ -330,7 +336,7 @@ class AdmissionQueue:
         by_node: dict[str, Head] = {}
         by_model: dict[str, Head] = {}
         for queued in self.heads():
-            head = queued.pending.request.priority, queued.effective_key(now_s), queued.prefill_ms
+            head = queued.call.request.priority, queued.effective_key(now_s), queued.prefill_ms
             name, model = queued.decision.entry_node.name, queued.group.model
             if name not in by_node or head < by_node[name]:
                 by_node[name] = head
@@ -484,7 +490,7 @@ class QueueLimits:
         """Return the length of the queue from which on a request of this priority does not get into it."""
         return self.max_waiting // 2 if priority == LOW else self.max_waiting
 
-    def to_displace(self, request: RoutingRequest, group: Group | None, now_s: float) -> PendingRequest | None:
+    def to_displace(self, request: RoutingRequest, group: Group | None, now_s: float) -> Call | None:
         """Return the queued request that a new one displaces; None if it displaces none. Raises QueueFull."""
         if self._queue.waiting < self._limit(request.priority):
             return None

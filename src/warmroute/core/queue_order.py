@@ -7,14 +7,15 @@ from collections.abc import Iterable, Iterator
 from enum import Enum
 from itertools import islice
 from math import inf
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from warmroute.core.decision import Decision
 from warmroute.core.group import Group
-from warmroute.core.messages import Lookup, RoutingRequest
 from warmroute.core.node import Node
 from warmroute.core.prefill_work import work
-from warmroute.core.rejections import RoutingError
+
+if TYPE_CHECKING:
+    from warmroute.core.calls import Call
 
 # A request in the admission queue.
 #
@@ -35,23 +36,10 @@ class QueueOrder(Enum):
     FIRST_COME = "first come, first served"
 
 
-class PendingRequest(Protocol):
-    @property
-    def request(self) -> RoutingRequest: ...
-    @property
-    def lookup(self) -> Lookup | None: ...
-
-    def on_admitted(self, decision: Decision) -> None:
-        """Send the request to the decision's node."""
-
-    def on_rejected(self, error: RoutingError) -> None:
-        """The request gets no node."""
-
-
 class QueuedRequest:
-    """A pending request in the queue, and the decision it would get."""
+    """A call in the queue, and the decision it would get."""
 
-    pending: PendingRequest
+    call: Call
     decision: Decision
     group: Group
     """The group that counts the request as waiting."""
@@ -77,10 +65,8 @@ class QueuedRequest:
     work_on_node: float = 0.0
     """Prefill work that its node had then, of requests that may never have waited."""
 
-    def __init__(
-        self, pending: PendingRequest, decision: Decision, group: Group, number: int, order: QueueOrder
-    ) -> None:
-        self.pending = pending
+    def __init__(self, call: Call, decision: Decision, group: Group, number: int, order: QueueOrder) -> None:
+        self.call = call
         self.decision = decision
         self.group = group
         self.number = number
@@ -93,7 +79,7 @@ class QueuedRequest:
 
     @property
     def has_deadline(self) -> bool:
-        request = self.pending.request
+        request = self.call.request
         return bool(request.deadline_s or request.total_deadline_s)
 
     @property
@@ -109,13 +95,13 @@ class QueuedRequest:
 
     def current_key(self) -> float:
         """Return the key of its present decision."""
-        return self.prefill_ms if self.order is not QueueOrder.FIRST_COME else self.pending.request.arrived_s
+        return self.prefill_ms if self.order is not QueueOrder.FIRST_COME else self.call.request.arrived_s
 
     def effective_key(self, now_s: float) -> float:
         """Return the key of its present decision, less its credit: of one tenant's requests, the lowest is first."""
         key = self.current_key()
         if self.order is QueueOrder.GUARANTEED:
-            key -= 1000.0 * WAITING_CREDIT * min(max(0.0, now_s - self.pending.request.arrived_s), CREDIT_S)
+            key -= 1000.0 * WAITING_CREDIT * min(max(0.0, now_s - self.call.request.arrived_s), CREDIT_S)
         return key
 
     def note_work(self, now_s: float) -> None:
@@ -143,7 +129,7 @@ class QueuedRequest:
 
 def _list_key(queued: QueuedRequest) -> float:
     if queued.gains_credit:
-        return queued.key + 1000.0 * WAITING_CREDIT * queued.pending.request.arrived_s
+        return queued.key + 1000.0 * WAITING_CREDIT * queued.call.request.arrived_s
     return queued.key
 
 
@@ -296,7 +282,7 @@ class RequestsByWork:
         until = self._until
         while until:
             number, queued = next(iter(until.items()))
-            if now_s - queued.pending.request.arrived_s < CREDIT_S:
+            if now_s - queued.call.request.arrived_s < CREDIT_S:
                 return
             self._gaining.remove(_list_key(queued), queued, queued.decision.entry_node)
             del until[number]
@@ -394,7 +380,7 @@ class WaitingGuarantee:
         work_ms = queued.prefill_ms
         queued.work = work_ms / queued.decision.node.speed.ms_per_token
         queued.work_ahead, queued.work_on_node = self._work, queued.decision.entry_node.pending_work
-        queued.due_s = queued.pending.request.arrived_s + GRACE_S + PATIENCE * work_ms / 1000.0
+        queued.due_s = queued.call.request.arrived_s + GRACE_S + PATIENCE * work_ms / 1000.0
         self._work += queued.work
         self._longest = max(self._longest, queued.work)
         self._not_due.add(queued.due_s, queued)
@@ -406,13 +392,13 @@ class WaitingGuarantee:
         if not queued.is_overdue:
             self._not_due.remove(queued.due_s, queued)
             return
-        self._overdue.remove(queued.pending.request.arrived_s, queued, queued.decision.entry_node)
+        self._overdue.remove(queued.call.request.arrived_s, queued, queued.decision.entry_node)
         if not self._overdue.all:
             self._credit_ms = {node: credit_ms for node, credit_ms in self._credit_ms.items() if credit_ms < 0.0}
 
     def decision_changed(self, queued: QueuedRequest, from_node: Node) -> None:
         if queued.is_overdue:
-            self._overdue.move(queued.pending.request.arrived_s, queued, from_node)
+            self._overdue.move(queued.call.request.arrived_s, queued, from_node)
 
     def forget_removed_nodes(self) -> None:
         self._credit_ms = {node: credit_ms for node, credit_ms in self._credit_ms.items() if node.groups}
@@ -429,7 +415,7 @@ class WaitingGuarantee:
         while not_due and (queued := not_due.first).due_s <= now_s:
             not_due.remove(queued.due_s, queued)
             queued.is_overdue = True
-            self._overdue.add(queued.pending.request.arrived_s, queued)
+            self._overdue.add(queued.call.request.arrived_s, queued)
         return bool(self._overdue.all)
 
     def oldest_overdue(self, node: Node, limit: int) -> list[QueuedRequest]:
@@ -458,7 +444,7 @@ class WaitingGuarantee:
 
     def record_wait(self, queued: QueuedRequest, now_s: float) -> None:
         """A request leaves the queue for a node."""
-        wait_s = now_s - queued.pending.request.arrived_s
+        wait_s = now_s - queued.call.request.arrived_s
         if self._share and wait_s > GRACE_S:
             ratio = wait_s / self._guaranteed_s(queued)
             self.longest_wait_ratio = max(self.longest_wait_ratio, ratio)

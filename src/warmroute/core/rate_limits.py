@@ -87,7 +87,7 @@ class TenantLimits(msgspec.Struct, eq=False):
     requests: Bucket | None = None
     tokens: Bucket | None = None
 
-    def begin(self, now_s: float, body_bytes: int, has_output: bool) -> Charge:
+    def begin(self, now_s: float, body_bytes: int, has_output: bool) -> RequestCharge:
         """Take a request from the limit. Raises RateLimited if no request, or not a single token, is left.
 
         `has_output`: the response has output tokens.
@@ -95,10 +95,10 @@ class TenantLimits(msgspec.Struct, eq=False):
         self._check_begin(now_s)
         if self.requests is not None:
             self.requests.take(1.0)
-        return Charge(self, body_bytes / BYTES_PER_TOKEN, has_output)
+        return RequestCharge(self, body_bytes / BYTES_PER_TOKEN, has_output)
 
     def check(self, prompt: float | None, output: float, now_s: float, body_bytes: int, has_output: bool) -> None:
-        """Check like `begin` and `Charge.take_tokens`, but take nothing. Raises RateLimited."""
+        """Check like `begin` and `RequestCharge.take_tokens`, but take nothing. Raises RateLimited."""
         self._check_begin(now_s)
         if self.tokens is not None:
             self._check_tokens(*_needed(prompt, output, body_bytes / BYTES_PER_TOKEN, has_output), now_s)
@@ -128,7 +128,7 @@ class TenantLimits(msgspec.Struct, eq=False):
         return tuple(found)
 
 
-class Charge(msgspec.Struct, eq=False):
+class RequestCharge(msgspec.Struct, eq=False):
     """What one request has taken from its tenant's limits, until its usage is known."""
 
     _limits: TenantLimits

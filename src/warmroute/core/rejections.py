@@ -1,18 +1,22 @@
-"""Why a request gets no node: the reason, and the status, code, sentence and Retry-After that its client gets."""
+"""Why a request gets no node: the reason, and the status, code, sentence and Retry-After that its client gets.
+
+`NotAdmitted` rounds a Retry-After up to whole seconds, from 1 to MAX_RETRY_AFTER_S. core/queue.py computes the number
+for a full queue; edge/errors.py writes the header.
+"""
 
 from __future__ import annotations
 
 from math import ceil
 from typing import Final
 
-from warmroute.core.messages import RoutingRequest
-from warmroute.edge.errors import RETRY, HttpError, model_not_found
+from warmroute.core.messages import Reject, RoutingRequest
 
 # Errors of a request that gets no node: no node can serve it, or admission rejects it although one could.
 #
 # The latter carry a `reason` for metrics and a time after which the client may retry.
 
 MAX_RETRY_AFTER_S: Final = 60.0
+RETRY: Final = "Retry after the time in the `Retry-After` header."
 
 
 class RoutingError(Exception):
@@ -58,6 +62,10 @@ class FailedOnEveryNode(AllNodesFailed):
 
     def __init__(self, tried: int) -> None:
         super().__init__(tried, None)
+
+
+class OutOfResources(RoutingError):
+    """The router itself lacks files, ports or memory to connect to any node."""
 
 
 class AllNodesUnavailable(RoutingError):
@@ -205,77 +213,90 @@ _DEADLINES: Final = {True: ("first token", "X-Deadline-Ttft-Ms"), False: ("whole
 """What is due, and in which header; by whether it is the first token."""
 
 
-def to_error(why: RoutingError, request: RoutingRequest) -> HttpError:
+def rejection(why: RoutingError, id: int, request: RoutingRequest) -> Reject:
+    """Return the error that the client of a call gets. `id`: the call's number."""
     match why:
         case UnknownModel():
-            return model_not_found(request.model)
+            message = f"The model `{request.model[:200]}` does not exist. GET /v1/models lists the models that do."
+            return Reject(id, 404, "model_not_found", message, param="model")
         case MissingModel():
             message = (
                 "The request has no `model`, and the router serves several models. "
                 "Set `model` to one of the names that GET /v1/models lists."
             )
-            return HttpError(400, message, code="missing_model", param="model")
+            return Reject(id, 400, "missing_model", message, param="model")
         case ContextTooLong():
             message = (
                 f"The maximum context length of this model is {why.max_model_len:,} tokens, but the prompt has "
                 f"{why.prompt_tokens:,} tokens. Send a shorter prompt."
             )
-            return HttpError(400, message, code="context_length_exceeded")
+            return Reject(id, 400, "context_length_exceeded", message)
         case NoNodeAvailable():
             what = f"the model `{request.model[:200]}`" if request.model else "this request"
-            return _unavailable(503, "no_node_available", f"No node can serve {what} now. {RETRY}", RETRY_AFTER_S)
+            return _unavailable(id, 503, "no_node_available", f"No node can serve {what} now. {RETRY}", RETRY_AFTER_S)
         case NoNodeInSubset():
             what = f"the model `{request.model[:200]}`" if request.model else "this request"
             message = (
                 "The subset of endpoints that the gateway allows (metadata `envoy.lb.subset_hint`) contains no node "
                 f"that can serve {what}. A retry does not help: correct the hint, or the router's nodes."
             )
-            return _unavailable(503, "no_node_in_subset", message, None)
+            return _unavailable(id, 503, "no_node_in_subset", message, None)
         case QueueTimeout():
             message = f"The request waited in the router's queue, and no node could take it in time. {RETRY}"
-            return _unavailable(503, "queue_timeout", message, why.retry_after_s)
+            return _unavailable(id, 503, "queue_timeout", message, why.retry_after_s)
+        case OutOfResources():
+            message = f"The router lacks open files, ports or memory to connect to a node. {RETRY}"
+            return _unavailable(id, 503, "router_out_of_resources", message, RETRY_AFTER_S)
         case AllNodesUnavailable():
             message = f"Every node says that it cannot serve requests now. {RETRY}"
-            return _unavailable(503, "no_node_available", message, why.retry_after_s)
+            return _unavailable(id, 503, "no_node_available", message, why.retry_after_s)
         case FailedOnEveryNode():
             message = (
                 f"The router tried {why.tried} nodes. At least two of them failed at this request while they served "
                 "others, so the router tried no further node. A retry is unlikely to help: change the request, or "
                 "tell the operator."
             )
-            return HttpError(502, message, code="failed_on_every_node", kind="server_error", headers=_NO_RETRY)
+            return Reject(id, 502, "failed_on_every_node", message, "server_error", headers=_NO_RETRY)
         case AllNodesFailed():
             nodes = "node" if why.tried == 1 else "nodes"
             message = f"The router tried {why.tried} {nodes}, and none of them completed the request. Retry later."
-            return _unavailable(502, "upstream_failed", message, why.retry_after_s)
+            return _unavailable(id, 502, "upstream_failed", message, why.retry_after_s)
         case DeadlineUnreachable():
-            return _too_many(why, "deadline_unreachable", _deadline_message(why))
+            return _too_many(id, why, "deadline_unreachable", _deadline_message(why))
         case DeadlinePassed():
             what, header = _DEADLINES[why.first_token]
             message = (
                 f"The deadline has passed: the {what} was due {why.after_ms:,.0f} ms after the request's arrival, and "
                 f"the router has ended the request. Allow more time with the `{header}` header."
             )
-            return HttpError(504, message, code="deadline_exceeded", kind="server_error", headers=_NO_RETRY)
+            return Reject(id, 504, "deadline_exceeded", message, "server_error", headers=_NO_RETRY)
         case RateLimited():
             needs = f", and this request needs about {why.needed:,}" if why.what == "tokens" and why.needed > 1 else ""
             message = f"The rate limit of {why.limit:,} {why.what} per minute is reached{needs}."
             if why.fraction < 1.0:
                 message += f" This router uses {why.fraction:.0%} of it while it cannot reach the other routers."
-            return _too_many(why, "rate_limit_exceeded", f"{message} Retry in {why.retry_after_s:,} s.", why.headers)
+            message += f" Retry in {why.retry_after_s:,} s."
+            return _too_many(id, why, "rate_limit_exceeded", message, why.headers)
         case NotAdmitted():
-            return _too_many(why, *_NOT_ADMITTED[type(why)])
+            return _too_many(id, why, *_NOT_ADMITTED[type(why)])
     raise why
 
 
-def _too_many(why: NotAdmitted, code: str, message: str, headers: tuple[tuple[str, str], ...] = ()) -> HttpError:
-    return HttpError(
-        429, message, code=code, kind="rate_limit_error", retry_after_s=why.retry_after_s, headers=headers
-    )  # fmt: skip
+def internal_error(id: int) -> Reject:
+    """The router itself failed at a call."""
+    message = (
+        "The server failed while it handled this request. Other requests are not affected. "
+        "Retry. If it fails again, tell the operator: the server's log has the details."
+    )
+    return Reject(id, 500, "internal_error", message, "server_error")
 
 
-def _unavailable(status: int, code: str, message: str, retry_after_s: int | None) -> HttpError:
-    return HttpError(status, message, code=code, kind="server_error", retry_after_s=retry_after_s)
+def _too_many(id: int, why: NotAdmitted, code: str, message: str, headers: tuple[tuple[str, str], ...] = ()) -> Reject:
+    return Reject(id, 429, code, message, "rate_limit_error", None, why.retry_after_s, headers)
+
+
+def _unavailable(id: int, status: int, code: str, message: str, retry_after_s: int | None) -> Reject:
+    return Reject(id, status, code, message, "server_error", None, retry_after_s)
 
 
 def _deadline_message(why: DeadlineUnreachable) -> str:

@@ -10,7 +10,7 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
-from warmroute._kernel import MAX_BLOCK_TOKENS
+from warmroute._kernel import MAX_BLOCK_TOKENS as MAX_BLOCK_TOKENS
 from warmroute.event_log import EventLog
 
 log = EventLog("warmroute.fleet")

@@ -23,7 +23,6 @@ UPDATE_EVERY: Final = 32
 UPDATE_FADE: Final = FADE**UPDATE_EVERY
 
 sample_of = Recency.sample
-_NONE: Final = (0, 0)
 
 
 class Reuse:
@@ -39,22 +38,24 @@ class Reuse:
         """Count the blocks of a prompt, whichever node serves it. Return how many of them were sampled, and how many of
         these an earlier prompt had."""
         self._uses *= FADE
+        recency, reused = self._recency, self._reused
+        blocks = known = 0
         sample = sample_of(chain)
-        counts = self._record_blocks(sample, now_s) if sample else _NONE
+        if sample:
+            blocks = len(sample) // 8
+            for first, end, stamp in recency.last_uses(sample, blocks, inf):
+                age_s = now_s - stamp
+                bucket = 0
+                if age_s > REUSE_FIRST_S:
+                    bucket = min(BUCKETS - 1, int(2.0 * log2(age_s / REUSE_FIRST_S)) + 1)
+                reused[bucket] += end - first
+                known += end - first
+            self._uses += blocks
+            recency.touch(sample, now_s)
         left = self._until_update = self._until_update - 1
         if left <= 0:
             self._until_update = UPDATE_EVERY
             self._update()
-        return counts
-
-    def _record_blocks(self, sample: bytes, now_s: float) -> tuple[int, int]:
-        recency, reused = self._recency, self._reused
-        blocks, known = len(sample) // 8, 0
-        for first, end, stamp in recency.last_uses(sample, blocks, inf):
-            reused[_bucket(now_s - stamp)] += end - first
-            known += end - first
-        self._uses += blocks
-        recency.touch(sample, now_s)
         return blocks, known
 
     def _update(self) -> None:
@@ -129,8 +130,11 @@ class PrefixUses:
 
     def record(self, block: bytes, now_s: float) -> None:
         """A request for the prefix that ends with this block goes to a node."""
-        known = self._latest.get(block) or self._earlier.get(block)
-        self._latest[block] = (now_s, _average(known, now_s) if known is not None else FIRST_INTERVAL_S)
+        known, interval_s = self._latest.get(block) or self._earlier.get(block), FIRST_INTERVAL_S
+        if known is not None:
+            last_s, interval_s = known
+            interval_s += WEIGHT * (max(0.0, now_s - last_s) - interval_s)
+        self._latest[block] = (now_s, interval_s)
         if len(self._latest) >= MAX_PREFIXES // 2:
             self._earlier, self._latest = self._latest, {}
 

@@ -40,6 +40,7 @@ class Router:
         routes: Sequence[RouteConfig] = (),
     ) -> None:
         self._fleet = fleet
+        self._by_model = fleet.by_model
         self.awaits_first_check = fleet.awaits_first_check
         self._cache_view = cache_view
         self.output_lengths = OutputLengthEstimate()
@@ -103,7 +104,9 @@ class Router:
 
     def decide(self, request: RoutingRequest, now_s: float, lookup: Lookup | None = None) -> Decision:
         """`lookup` has the prompt's blocks, if the policy wants them. Raises RoutingError."""
-        group = self._fleet.group(request.model) or self._group(request)
+        group = self._by_model.get(request.model)
+        if group is None or not group.is_sorted:
+            group = self._fleet.group(request.model) or self._group(request)
         up = candidates = group.up if request.subset is None else within_subset(group.up, request.subset)
         if group.windows is not None:
             up = candidates = self._context_fit.candidates(request, group, group.windows, up)

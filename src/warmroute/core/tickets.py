@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from warmroute._kernel import TicketState
@@ -60,6 +59,9 @@ class Dispatch(Ticket):
         self._cache_view = cache_view
         self._output_lengths = output_lengths
         self.prediction = prediction
+        self.rank = -1
+        if prediction is not None and prediction.rank >= 0 and len(prediction.cache.ranks) > 1:
+            self.rank = prediction.rank
         self.cached = cached
         """Prompt tokens that the node's cache should have. `new` counts them only as far as the router trusts this."""
         self._others = others
@@ -95,14 +97,6 @@ class Dispatch(Ticket):
             self._cache_view.first_token(prediction, now_s)
             for other in others.predictions if others is not None else ():
                 self._cache_view.first_token(other, now_s)
-
-    @property
-    def rank(self) -> int | None:
-        """The data-parallel rank that holds the prompt's prefix; None if the node has only one."""
-        prediction = self.prediction
-        if prediction is None or prediction.rank < 0 or len(prediction.cache.ranks) < 2:
-            return None
-        return prediction.rank
 
     def record_usage(
         self, prompt_tokens: int | None, cached_tokens: int | None, output_tokens: int | None, now_s: float
@@ -292,20 +286,3 @@ class DecodeDispatch(Dispatch):
 
 
 # What is kept of a traced request's attempts. Other requests forget an attempt when its ticket closes.
-
-
-class ClosedTicket(NamedTuple):
-    ticket: Ticket
-    outcome: Outcome
-    closed_s: float
-    reason: str
-    """Why the attempt failed; empty if it did not."""
-
-
-@dataclass(slots=True, eq=False)
-class AttemptHistory:
-    queue_length: int = 0
-    """Requests that waited in the admission queue when this one came."""
-    queued: bool = False
-    """Whether it had to wait, too."""
-    closed: list[ClosedTicket] = field(default_factory=list)

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Container, Sequence
 from itertools import pairwise
-from typing import Final, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from warmroute._kernel import TIME_BOUNDS_MS, RouteTraffic, TokenTraffic, TrafficRecorder
-from warmroute.core.calls import Attempts, SampledPrompt, Usage
 from warmroute.core.hot_prefixes import PopularPrefixes
-from warmroute.core.node import Node
+from warmroute.core.messages import Usage
+from warmroute.core.node import Node, Ticket
 from warmroute.core.tickets import Dispatch
+
+if TYPE_CHECKING:
+    from warmroute.core.calls import Call
 
 # What routing was worth: tokens, times and saved prefill time of complete responses.
 #
@@ -56,9 +59,9 @@ class Traffic:
         self._recorders: dict[tuple[str, str, str, str], TrafficRecorder] = {}
         """By model, route, tenant and node."""
 
-    def request_completed(self, attempts: Attempts, now_s: float) -> None:
-        """Count a complete response. The dispatcher calls it after the client has everything."""
-        request, ticket, query = attempts.request, attempts.ticket, attempts.decision.query
+    def record(self, call: Call, ticket: Ticket, now_s: float) -> None:
+        """Count a complete response with a status below 400. `ticket`: that of the try that answered."""
+        request, query = call.request, call.decision.query if call.decision is not None else None
         model, node = query.group.model if query is not None else OTHER[0], ticket.node
         recorder = self._recorders.get((model, request.route, request.tenant, node.name))
         if recorder is None:
@@ -68,32 +71,17 @@ class Traffic:
             predicted = ticket.cached
             if now_s >= self.prefixes.next_sample_s:
                 self.prefixes.sample(
-                    (model, request.route), request.tenant, ticket.prediction, attempts.lookup, now_s
+                    (model, request.route), request.tenant, ticket.prediction, call.lookup, now_s
                 )  # fmt: skip
             prediction = ticket.prediction
             if prediction is not None and prediction.sampled_blocks:
                 recorder.route.sampled_blocks += prediction.sampled_blocks
                 recorder.route.known_blocks += prediction.known_blocks
-        prompt, cached, output = attempts.reported or _UNREPORTED
+        prompt, cached, output = call.usage or _UNREPORTED
         recorder.record(
-            ticket, request.arrived_s, attempts.admitted_s - attempts.entered_s, now_s, request.streams, prompt, cached,
+            ticket, request.arrived_s, call.admitted_s - call.entered_s, now_s, request.streams, prompt, cached,
             output, predicted, query.known_hits if query is not None else None,
             query.candidates.by_name if query is not None else None,
-        )  # fmt: skip
-        if attempts.sample is not None:
-            self._sample_completed(attempts, attempts.sample, model, predicted)
-
-    @staticmethod
-    def _sample_completed(attempts: Attempts, sample: SampledPrompt, model: str, predicted: int | None) -> None:
-        """Tell the prompt doctor what a sampled prompt took."""
-        prompt, cached, _output = attempts.reported or _UNREPORTED
-        ticket = attempts.ticket
-        node = ticket.node
-        tokens = prompt if prompt is not None else ticket.tokens
-        known = cached if cached is not None else predicted
-        sample.completed(
-            attempts, (model, attempts.request.route), tokens, None if known is None else min(max(0, known), tokens),
-            node.speed.long_ms_per_token * node.config.gpus, node.speed.step_ms * node.config.gpus,
         )  # fmt: skip
 
     def requests(self, key: tuple[str, str]) -> int:
@@ -166,6 +154,7 @@ class Counters:
     __slots__ = (
         "capture_dropped",
         "capture_written",
+        "cut_off",
         "disconnects",
         "errors",
         "hedges",
@@ -176,6 +165,7 @@ class Counters:
         "prompts",
         "prompts_in_threads",
         "prompts_not_tokenized",
+        "protocol_errors",
         "rejected",
         "rejected_by_tenant",
         "responses",
@@ -185,7 +175,6 @@ class Counters:
         "stale_connections",
         "traces_dropped",
         "traces_exported",
-        "traces_limited",
     )
 
     def __init__(self) -> None:
@@ -203,6 +192,10 @@ class Counters:
         """Responses that failed after their first byte."""
         self.disconnects = 0
         """Clients that disconnected before they had their whole response."""
+        self.cut_off = 0
+        """Requests that Envoy goes on with while the router stops."""
+        self.protocol_errors = 0
+        """Messages of edges for calls and tries that the core does not know."""
         self.retries = 0
         """Attempts on another node after a failed one."""
         self.split_requests: Counter[str] = Counter()
@@ -231,5 +224,3 @@ class Counters:
         """Traces that the collector took."""
         self.traces_dropped: Counter[str] = Counter()
         """Traces that the collector did not get, by reason (TRACE_DROPS)."""
-        self.traces_limited = 0
-        """Requests that were not traced although their client asked for it."""

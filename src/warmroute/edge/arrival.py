@@ -5,20 +5,19 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from hashlib import sha256
 from math import inf
-from typing import Final
+from typing import Any, Final
 
 from warmroute._kernel import MAX_LOOP_BYTES, TOKEN_BYTES, BadBody, Outline, RequestHead
 from warmroute.config import Config
 from warmroute.config.routing import HIGH, LOW, NORMAL, PRIORITY_NUMBERS, Routes
-from warmroute.core.fleet import Fleet
-from warmroute.core.messages import Lookup, RoutingRequest, SpecialPrompt
-from warmroute.core.rate_limits import RateLimits, TenantLimits
+from warmroute.core.messages import Lookup, RoutingRequest, SpecialPrompt, Tables
 from warmroute.edge import errors
 from warmroute.edge.http1 import form_boundary
+from warmroute.edge.trace_context import EdgeTrace
 from warmroute.prompt.multipart import BadForm, form_fields
 from warmroute.prompt.prompt import Prompt
 from warmroute.prompt.request_body import generation_options, read_json
@@ -90,11 +89,9 @@ _ID_DIGITS: Final = 32
 _IDS_AT_ONCE: Final = 256
 
 
-def random_ids() -> Iterator[bytes]:
-    while True:
-        digits = os.urandom(_ID_DIGITS // 2 * _IDS_AT_ONCE).hex().encode()
-        for start in range(0, len(digits), _ID_DIGITS):
-            yield b"wr-" + digits[start : start + _ID_DIGITS]
+def random_ids() -> list[bytes]:
+    digits = os.urandom(_ID_DIGITS // 2 * _IDS_AT_ONCE).hex().encode()
+    return [b"wr-" + digits[start : start + _ID_DIGITS] for start in range(0, len(digits), _ID_DIGITS)]
 
 
 # Which paths the router forwards to nodes, and which it answers itself.
@@ -174,7 +171,7 @@ class Rights:
         self,
         tenant: str,
         max_priority: int,
-        limits: TenantLimits | None,
+        limits: Any,
         cache_group: str,
         routes: Routes | None,
         passes_authorization: bool,
@@ -183,7 +180,7 @@ class Rights:
         """Empty where no keys are configured."""
         self.max_priority = max_priority
         self.limits = limits
-        """The tenant's rate limits; None: it has none."""
+        """The tenant's rate limits, which only the core looks into; None: it has none."""
         self.cache_group = cache_group
         """Whose prompts count as cached; empty: everybody's."""
         self.routes = routes
@@ -199,7 +196,7 @@ NO_RIGHTS: Final = Rights("", LOW, None, "", None, False)
 
 
 class ApiKeys:
-    def __init__(self, config: Config, limits: RateLimits) -> None:
+    def __init__(self, config: Config, limits_of: Callable[[str], Any]) -> None:
         routes = Routes(config.routes) or None
         groups = config.cache_groups()
         self.required = bool(config.keys)
@@ -209,7 +206,7 @@ class ApiKeys:
         self._by_tenant: dict[str, Rights] = {}
         for key in config.keys:
             rights = Rights(
-                key.tenant, PRIORITY_NUMBERS[key.max_priority], limits.of(key.tenant), groups.get(key.tenant, ""),
+                key.tenant, PRIORITY_NUMBERS[key.max_priority], limits_of(key.tenant), groups.get(key.tenant, ""),
                 routes, False,
             )  # fmt: skip
             self._by_digest[bytes.fromhex(key.sha256)] = rights
@@ -348,21 +345,23 @@ MAX_OUTPUT_TOKENS: Final = 1 << 31
 
 
 class RequestBuilder:
-    def __init__(self, config: Config, fleet: Fleet, now: Callable[[], float], limits: RateLimits) -> None:
-        self._fleet = fleet
+    def __init__(self, config: Config, now: Callable[[], float], limits_of: Callable[[str], Any]) -> None:
+        """`limits_of`: the rate limits of a tenant."""
         self._now = now
-        self._limits = limits
+        self._limits_of = limits_of
         self.reconfigure(config)
 
     def reconfigure(self, config: Config) -> None:
-        self.keys = ApiKeys(config, self._limits)
+        self.keys = ApiKeys(config, self._limits_of)
         self._session_headers = [name.lower().encode() for name in config.routing.session_headers]
         routings = (config.routing, *(route.routing(config.routing) for route in config.routes))
         self._start_bytes = max((one.prefix_characters for one in routings if one.prefix_key == "start"), default=0)
         policies = [config.routing.policy, *[route.policy for route in config.routes]]
         self._session_wanted = "session" in policies
 
-    def build(self, head: RequestHead, path: bytes, body: ScannedBody, rights: Rights) -> RoutingRequest:
+    def build(
+        self, head: RequestHead, path: bytes, body: ScannedBody, rights: Rights, tables: Tables
+    ) -> RoutingRequest:
         """Raises HttpError."""
         model, system, user, outline = body.model, body.system, body.user, body.outline
         max_output_tokens, engine_priority = body.max_output_tokens, body.priority
@@ -371,9 +370,7 @@ class RequestBuilder:
         if not model:
             if path not in FORWARDED:
                 raise not_found(path)
-            group = self._fleet.only_group
-            if group is not None:
-                model = group.model
+            model = tables.only_model
         now_s = self._now()
         priority, may_queue, ends_late = NORMAL, True, False
         deadline_s = total_deadline_s = 0.0
@@ -405,7 +402,7 @@ class RequestBuilder:
         request = RoutingRequest(
             model, system, user, body.session, tenant, route_name, priority, may_queue, now_s, deadline_s,
             total_deadline_s,
-            self._session_header(head) if self._session_wanted or self._fleet.islands.several else b"",
+            self._session_header(head) if self._session_wanted or tables.has_several_islands else b"",
             body.streams, max_output_tokens,
             start=outline.text_start(self._start_bytes) if self._start_bytes and outline is not None else b"",
         )  # fmt: skip
@@ -436,3 +433,26 @@ def lookup_of(prompt: Prompt, cache_group: str) -> Lookup:
         for other in others:
             other.special = SpecialPrompt(prompt.skips_cache, total_tokens=other.token_count)
     return lookup
+
+
+class Kept:
+    """What others want of a request beside its answer. The core gives it back when the call has ended."""
+
+    body_bytes: int
+    """Of a request that is captured; -1: it is not."""
+    prompt: Prompt | None
+    """Of a request that is captured."""
+    sample: Any
+    """The prompt doctor's."""
+    tokens: bytes = b""
+    """Of a request that the prompt doctor samples, if they are the engine's: four bytes each."""
+    trace: EdgeTrace | None = None
+
+    def __init__(self, body_bytes: int = -1, prompt: Prompt | None = None, sample: Any = None) -> None:
+        self.body_bytes = body_bytes
+        self.prompt = prompt
+        self.sample = sample
+
+
+Keep = Callable[[RoutingRequest, bytes, bytes], Kept | None]
+"""Takes a request that has just arrived, its path and its body. Returns what is wanted of it; None: nothing."""

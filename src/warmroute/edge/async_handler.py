@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import msgspec
 
@@ -50,6 +50,8 @@ class Request:
 
 class Responder:
     """Sends one response: at once with `reply`, or in pieces with `start`, `write` and `end`."""
+
+    has_node: Final = False
 
     def __init__(self, client: ClientConnection) -> None:
         self._client = client
@@ -144,13 +146,12 @@ class AsyncHandler:
         self._admit(head)
         return NO_RIGHTS
 
-    def serve(self, client: ClientConnection, head: RequestHead, body: bytes) -> Responder:
-        responder = Responder(client)
+    def serve(self, client: ClientConnection, head: RequestHead, body: bytes) -> None:
+        responder = client.exchange = Responder(client)
         task = asyncio.get_running_loop().create_task(self._run(client, Request(head, body), responder))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         responder.task = task
-        return responder
 
     async def _run(self, client: ClientConnection, request: Request, responder: Responder) -> None:
         try:

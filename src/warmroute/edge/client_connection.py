@@ -19,14 +19,12 @@ from warmroute._kernel import (
     UnreadBytes,
     read_request_head,
 )
-from warmroute.app import metrics
-from warmroute.app.metrics.exposition import Page
 from warmroute.config import Limits
 from warmroute.edge import errors
 from warmroute.edge.arrival import Rights, is_anthropic
 from warmroute.edge.errors import CLOSE_LINE, Headers, HttpError, render_final_error, render_reply, with_request_id
 from warmroute.edge.http1 import MAX_HEADER_FIELDS, head_rejection
-from warmroute.edge.timer_wheel import NEVER, TimerWheel
+from warmroute.edge.timer_wheel import NEVER, TICK_S, TimerWheel
 from warmroute.event_log import EventLog
 
 # Collects a request body from the pieces in which it arrives, within the limits on size and memory.
@@ -177,7 +175,11 @@ class BodyReader:
     def release(self) -> None:
         """The body is no longer needed."""
         if self.held_bytes:
-            self._listener.bodies.release(self.tenant, self.held_bytes)
+            bodies = self._listener.bodies
+            if self.tenant is None:
+                bodies.total_bytes -= self.held_bytes
+            else:
+                bodies.release(self.tenant, self.held_bytes)
             self.held_bytes = 0
         if self._data:
             self._data.take()
@@ -231,14 +233,14 @@ def _write_in_pieces(write: Callable[[Any], object], data: bytes) -> None:
 
 class ClientConnection:
     __slots__ = (
-        "_body", "_exchange", "_head", "_held", "_keep_alive", "_listener", "_pipelined_bytes", "_pipelined_too_much",
-        "_searched_bytes", "_state", "_unparsed", "_unread_bytes", "_without_request", "body_started_s", "bucket",
-        "deadline_s", "paused", "peer", "release_body", "rights", "transport", "write",
+        "_body", "_head", "_held", "_pipelined_bytes", "_pipelined_too_much", "_searched_bytes", "_state", "_unparsed",
+        "_unread_bytes", "_without_request", "body_started_s", "bucket", "deadline_s", "exchange", "keep_alive",
+        "listener", "paused", "peer", "release_body", "rights", "transport", "write",
     )  # fmt: skip
 
     def __init__(self, listener: Listener) -> None:
         # per connection
-        self._listener = listener
+        self.listener = listener
         self.transport: Any  # an asyncio.Transport, or uvloop's, which does not inherit from it
         self.peer = b""
         self.deadline_s = NEVER
@@ -263,10 +265,11 @@ class ClientConnection:
         """What the current request may do, as its head was checked."""
         self._body = BodyReader(listener)
         self.release_body = self._body.release
-        self._exchange: Exchange | None = None
+        self.exchange: Exchange | None = None
+        """Answers the current request; None: it is answered, or has no answer yet."""
         self._held: HttpError | None = None
         """The 401 that the client waits for."""
-        self._keep_alive = True
+        self.keep_alive = True
         self.body_started_s = 0.0
         """When the router began to wait for the body; 0 if it came with the head."""
 
@@ -275,7 +278,7 @@ class ClientConnection:
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = transport
         self.write = self.transport.write
-        listener = self._listener
+        listener = self.listener
         if isinstance(transport, SocketTransport):
             transport.count_unread(listener.unread)
         else:
@@ -293,10 +296,10 @@ class ClientConnection:
     def connection_lost(self, exc: Exception | None) -> None:
         if self._held is not None:  # the client did not wait, but counts
             error, head = self._take_held(), self._head
-            self._listener.handler.error_sent(error, head.request_id, self.peer, head.forwarded_for)
+            self.listener.handler.error_sent(error, head.request_id, self.peer, head.forwarded_for)
         self._state = CLOSED
-        self._listener.connection_closed(self)
-        self._listener.timers.disarm(self)
+        self.listener.connection_closed(self)
+        self.listener.timers.disarm(self)
         self._give_up_body()
         self._leave()
 
@@ -306,7 +309,7 @@ class ClientConnection:
         self._close()
 
     def _leave(self) -> None:
-        exchange, self._exchange = self._exchange, None
+        exchange, self.exchange = self.exchange, None
         if exchange is not None:
             try:
                 exchange.client_left()
@@ -320,33 +323,33 @@ class ClientConnection:
             asyncio.get_running_loop().call_soon(self._count_unread)  # with the rest of what is being written
         if self._state == AWAITING_HEAD:  # the last response was written in this iteration of the event loop
             self._state = FLUSHING
-        elif self._exchange is not None:
-            self._safely(self._exchange.pause_response)
+        elif self.exchange is not None:
+            self._safely(self.exchange.pause_response)
 
     def resume_writing(self) -> None:
         self.paused = False
         if not isinstance(self.transport, SocketTransport):
-            self._listener.read_again(self)
+            self.listener.read_again(self)
         if self._state == FLUSHING:
-            self._safely(self._await_request)
-        elif self._exchange is not None:
+            self._safely(self._all_is_read)
+        elif self.exchange is not None:
             self.deadline_s = NEVER
-            self._safely(self._exchange.resume_response)
+            self._safely(self.exchange.resume_response)
 
     def _count_unread(self) -> None:
-        if self.paused and self in self._listener.connections:
-            self._listener.stall(self, 2 * self.transport.get_write_buffer_size() + _HIGH_WATER_BYTES)
+        if self.paused and self in self.listener.connections:
+            self.listener.stall(self, 2 * self.transport.get_write_buffer_size() + _HIGH_WATER_BYTES)
 
     def _arm_stall_timeout(self) -> None:
         self._unread_bytes = self.transport.get_write_buffer_size()
-        timers = self._listener.timers
-        timers.arm(self, timers.now() + self._listener.limits.stall_timeout_s)
+        timers = self.listener.timers
+        timers.arm(self, timers.now() + self.listener.limits.stall_timeout_s)
 
     def timed_out(self) -> None:
         self._safely(self._time_out)
 
     def _time_out(self) -> None:
-        limits = self._listener.limits
+        limits = self.listener.limits
         if self._state == HELD:
             self._answer_held()
         elif self._state == AWAITING_HEAD and self._unparsed:
@@ -371,8 +374,8 @@ class ClientConnection:
 
     def cut_off(self) -> None:
         """End the current request: the router stops."""
-        if self._exchange is not None:
-            self._exchange.cut_off()
+        if self.exchange is not None:
+            self.exchange.cut_off()
         else:
             self.abort()
 
@@ -380,10 +383,14 @@ class ClientConnection:
     def busy(self) -> bool:
         return self._state in (RESPONDING, HELD)
 
+    @property
+    def has_node(self) -> bool:
+        return self.exchange is not None and self.exchange.has_node
+
     def make_place(self) -> None:
         """Close: this connection has sent no request, and another one needs its place."""
         if self._unparsed:
-            handler = self._listener.handler
+            handler = self.listener.handler
             error, request_id = errors.too_many_connections(), handler.new_request_id()
             handler.error_sent(error, request_id, self.peer, b"")
             self.write(render_final_error(error, request_id, False))
@@ -395,7 +402,7 @@ class ClientConnection:
         if self._state != AWAITING_HEAD or self._unparsed:
             return
         if self._without_request:
-            timers = self._listener.timers
+            timers = self.listener.timers
             timers.arm(self, min(self.deadline_s, timers.now() + LAST_REQUEST_S))
         else:
             self._close()
@@ -415,8 +422,8 @@ class ClientConnection:
                         self._send_error_and_close(errors.tls_on_plain_port())
                         return
                     self._unparsed = bytearray()
-                    timers = self._listener.timers
-                    timers.arm(self, timers.now() + self._listener.limits.header_timeout_s)
+                    timers = self.listener.timers
+                    timers.arm(self, timers.now() + self.listener.limits.header_timeout_s)
                 elif self._pipelined_bytes:
                     self._release_pipelined()  # more of it came before `_read_pipelined`
                 self._unparsed += data
@@ -436,11 +443,11 @@ class ClientConnection:
 
     def _fail_internally(self, error: Exception) -> None:
         """The router itself failed at this connection: end the current request with an error."""
-        exchange = self._exchange
+        exchange = self.exchange
         if exchange is not None:
             exchange.internal_error(error)
             return
-        http_error = self._listener.handler.internal_error(error)
+        http_error = self.listener.handler.internal_error(error)
         if self._held is not None:
             self._take_held()
         if self._state in (AWAITING_HEAD, AWAITING_BODY, RESPONDING):
@@ -454,15 +461,15 @@ class ClientConnection:
         Beyond the limit the connection goes on reading, to notice when the client disconnects, but drops the bytes and
         closes after the current response. The client has to repeat the other requests.
         """
-        if not self._keep_alive:
+        if not self.keep_alive:
             return
-        listener = self._listener
+        listener = self.listener
         if self._unparsed is None:
             self._unparsed = bytearray()
         self._unparsed += data
         size, tenant, limit = len(data), self._body.tenant, listener.limits.buffered_bytes
         if len(self._unparsed) > _MAX_PIPELINED_BYTES or not listener.bodies.has_room(tenant, size, limit):
-            self._keep_alive = False
+            self.keep_alive = False
             self._pipelined_too_much = True
             self._drop_pipelined()
             return
@@ -470,7 +477,7 @@ class ClientConnection:
         self._pipelined_bytes += size
 
     def _give_up_body(self) -> None:
-        self._listener.bodies.arrived(self._body.tenant, self)
+        self.listener.bodies.arrived(self._body.tenant, self)
         self.release_body()
         self._drop_pipelined()
 
@@ -479,7 +486,7 @@ class ClientConnection:
         self._release_pipelined()
 
     def _release_pipelined(self) -> None:
-        self._listener.bodies.release(self._body.tenant, self._pipelined_bytes)
+        self.listener.bodies.release(self._body.tenant, self._pipelined_bytes)
         self._pipelined_bytes = 0
 
     def _find_head(self) -> None:
@@ -494,13 +501,13 @@ class ClientConnection:
             self._unparsed = None
             self._searched_bytes = 0
             self._read_head(bytes(unparsed), end)
-        elif len(unparsed) > self._listener.limits.header_bytes:
-            self._send_error_and_close(errors.headers_too_large(self._listener.limits.header_bytes))
+        elif len(unparsed) > self.listener.limits.header_bytes:
+            self._send_error_and_close(errors.headers_too_large(self.listener.limits.header_bytes))
         elif _BARE_LINE_END.search(unparsed, start):
             self._send_error_and_close(errors.bad_request("A header line does not end with CR LF."))
 
     def _read_head(self, data: bytes, end: int) -> None:
-        listener = self._listener
+        listener = self.listener
         limits = listener.limits
         if self._without_request:
             self._without_request = False
@@ -516,7 +523,7 @@ class ClientConnection:
             self._send_error_and_close(errors.tls_on_plain_port() if is_tls else head_rejection(head))
             return
         self._head = head
-        self._keep_alive = head.keep_alive
+        self.keep_alive = head.keep_alive
         length = head.length
         complete = 0 <= length <= have
         try:
@@ -540,7 +547,12 @@ class ClientConnection:
         if complete:
             if length < have:
                 self._buffer_pipelined(data[start + length :])
-            self._serve(data[start : start + length])
+            self._state = RESPONDING
+            self.deadline_s = NEVER
+            try:
+                listener.handler.serve(self, head, data[start : start + length])
+            except HttpError as error:
+                self.send_error(error)
             return
         self._state = AWAITING_BODY
         self._body.start(length)
@@ -556,7 +568,7 @@ class ClientConnection:
     # A wrong key.
 
     def _may_wait(self) -> bool:
-        listener = self._listener
+        listener = self.listener
         return listener.wrong_key_delay_s > 0.0 and listener.held < MAX_HELD and not listener.closes_after_response
 
     def _hold(self, error: HttpError, more: bytes | None) -> None:
@@ -564,10 +576,10 @@ class ClientConnection:
         what came behind the request; None: the request is incomplete, and the connection closes after the response."""
         if more is None:
             error.close = True
-            self._keep_alive = False
+            self.keep_alive = False
         elif more:
             self._buffer_pipelined(more)
-        listener = self._listener
+        listener = self.listener
         listener.held += 1
         self._held = error
         self._state = HELD
@@ -577,7 +589,7 @@ class ClientConnection:
     def _take_held(self) -> HttpError:
         error, self._held = self._held, None
         assert error is not None
-        self._listener.held -= 1
+        self.listener.held -= 1
         self._state = RESPONDING
         return error
 
@@ -592,12 +604,17 @@ class ClientConnection:
         except HttpError as error:
             self._send_error_and_close(error, self._head)
             return
-        bodies, tenant = self._listener.bodies, self._body.tenant
+        bodies, tenant = self.listener.bodies, self._body.tenant
         if end >= 0:
             bodies.arrived(tenant, self)
             if end < len(data):
                 self._buffer_pipelined(data[end:])
-            self._serve(self._body.take())
+            self._state = RESPONDING
+            self.deadline_s = NEVER
+            try:
+                self.listener.handler.serve(self, self._head, self._body.take())
+            except HttpError as error:
+                self.send_error(error)
             return
         bodies.arrives(tenant, self, self._body.held_bytes)
         if self._body.ends_burst():
@@ -612,29 +629,16 @@ class ClientConnection:
         """The body has not arrived completely, and another tenant needs the memory."""
         self._send_error_and_close(errors.body_gave_way(), self._head)
 
-    def _serve(self, body: bytes) -> None:
-        self._state = RESPONDING
-        self.deadline_s = NEVER
-        try:
-            self._exchange = self._listener.handler.serve(self, self._head, body)
-        except HttpError as error:
-            self.send_error(error)
-
     def is_serving(self, exchange: Exchange) -> bool:
-        """Return whether this exchange answers the current request."""
-        return self._exchange is exchange and self._state == RESPONDING
-
-    def replace_exchange(self, exchange: Exchange, other: Exchange) -> None:
-        """Another exchange answers the current request from now on, unless it is answered already."""
-        if self._exchange is exchange:
-            self._exchange = other
+        """Return whether this exchange answers the current request, and the client is there."""
+        return self.exchange is exchange and self._state == RESPONDING
 
     # From a response to bytes.
 
     @property
     def keeps_alive(self) -> bool:
         """Whether the connection can serve another request after this one."""
-        return self._keep_alive and not self._listener.closes_after_response
+        return self.keep_alive and not self.listener.closes_after_response
 
     @property
     def accepts_chunked(self) -> bool:
@@ -648,38 +652,40 @@ class ClientConnection:
 
     def response_sent(self, keep_alive: bool, now_s: float | None = None) -> None:
         """The exchange has written the whole response. `now_s` is the current time, if the caller has it."""
-        self._exchange = None
+        listener, self.exchange = self.listener, None
         if self._body.held_bytes:
             self.release_body()
         if self._state != RESPONDING:
             return
         if self._pipelined_too_much:
             self._linger()
-        elif not keep_alive or not self._keep_alive or self._listener.closing:
+        elif not keep_alive or not self.keep_alive or listener.closing:
             self._close()
         elif self.paused:
             self._state = FLUSHING
             self._arm_stall_timeout()
-        else:
-            self._await_request(now_s)
+        else:  # the next request may come
+            self._state = AWAITING_HEAD
+            self.body_started_s = 0.0
+            timers = listener.timers
+            deadline_s = (timers.now() if now_s is None else now_s) + listener.limits.idle_timeout_s
+            if 0.0 <= self.bucket * TICK_S <= deadline_s:  # as in `arm`, without a call
+                self.deadline_s = deadline_s
+            else:
+                timers.arm(self, deadline_s)
+            if self._unparsed:
+                asyncio.get_running_loop().call_soon(self._read_pipelined)
 
-    def _await_request(self, now_s: float | None = None) -> None:
-        listener = self._listener
-        if listener.closing or not self._keep_alive:
-            self._close()
-            return
-        self._state = AWAITING_HEAD
-        self.body_started_s = 0.0
-        timers = listener.timers
-        timers.arm(self, (timers.now() if now_s is None else now_s) + listener.limits.idle_timeout_s)
-        if self._unparsed:
-            asyncio.get_running_loop().call_soon(self._read_pipelined)
+    def _all_is_read(self) -> None:
+        """The client has read a response that it had not read when the router had written it."""
+        self._state = RESPONDING
+        self.response_sent(True)
 
     def _read_pipelined(self) -> None:
         if self._state != AWAITING_HEAD or not self._unparsed:
             return
-        timers = self._listener.timers
-        timers.arm(self, timers.now() + self._listener.limits.header_timeout_s)
+        timers = self.listener.timers
+        timers.arm(self, timers.now() + self.listener.limits.header_timeout_s)
         self._release_pipelined()  # its turn has come
         self._safely(self._find_head)
 
@@ -688,7 +694,7 @@ class ClientConnection:
 
         `reset`: close with a TCP reset, where a normal close would look like the end of the response.
         """
-        self._exchange = None
+        self.exchange = None
         if reset:
             self._reset_on_close()
         self._close()
@@ -714,7 +720,7 @@ class ClientConnection:
         if error.close:
             self._send_error_and_close(error, self._head, request_id)
             return
-        handler = self._listener.handler
+        handler = self.listener.handler
         request_id = request_id or self._head.request_id or handler.new_request_id()
         handler.error_sent(error, request_id, self.peer, self._head.forwarded_for)
         self.reply(error.status, error.body(is_anthropic(self._head.target)), with_request_id(error, request_id))
@@ -724,13 +730,13 @@ class ClientConnection:
 
         `head`: that of the request, if it could be read.
         """
-        handler = self._listener.handler
+        handler = self.listener.handler
         if head is not None:
             request_id = request_id or head.request_id
         request_id = request_id or handler.new_request_id()
         handler.error_sent(error, request_id, self.peer, head.forwarded_for if head is not None else b"")
         self.write(render_final_error(error, request_id, head is not None and is_anthropic(head.target)))
-        self._exchange = None
+        self.exchange = None
         self._linger()
 
     def _linger(self) -> None:
@@ -743,15 +749,15 @@ class ClientConnection:
         self._give_up_body()
         if self.transport.can_write_eof():
             self.transport.write_eof()
-        self._listener.timers.arm(self, self._listener.timers.now() + _LINGER_S)
+        self.listener.timers.arm(self, self.listener.timers.now() + _LINGER_S)
 
     def _close(self) -> None:
         """Close the connection once the client has read what was written, or has stopped reading for too long."""
         self._state = CLOSED
         self.transport.close()
         if self.transport.get_write_buffer_size():
-            timers = self._listener.timers
-            timers.arm(self, timers.now() + self._listener.limits.stall_timeout_s)
+            timers = self.listener.timers
+            timers.arm(self, timers.now() + self.listener.limits.stall_timeout_s)
 
 
 # The handler behind a listening socket, and the client connections that are open on it.
@@ -764,6 +770,10 @@ LOG_PAUSE_S: Final = 10.0
 
 class Exchange(Protocol):
     """Answers the current request. The connection tells it what its client does."""
+
+    @property
+    def has_node(self) -> bool:
+        """Whether a node has the request."""
 
     def client_left(self) -> None:
         """The client disconnected."""
@@ -784,8 +794,8 @@ class Handler(Protocol):
     def admit(self, head: RequestHead) -> Rights:
         """Check a request's head before its body is read. Return what the request may do. Raises HttpError."""
 
-    def serve(self, client: ClientConnection, head: RequestHead, body: bytes) -> Exchange | None:
-        """Answer a request now and return None, or return the exchange that answers it later. Raises HttpError."""
+    def serve(self, client: ClientConnection, head: RequestHead, body: bytes) -> None:
+        """Answer a request, or set `client.exchange` to what answers it later. Raises HttpError."""
 
     def new_request_id(self) -> bytes:
         """Return an id for a request that has none; empty if this listener gives no ids."""
@@ -886,11 +896,6 @@ class Listener:
         if self.on_closed is not None:
             self.on_closed()
 
-    def add_metrics(self, page: Page) -> None:
-        page[metrics.REQUEST_BODIES].add(self.bodies.total_bytes)
-        page[metrics.CLIENT_UNREAD].add(self.unread.bytes)
-        page[metrics.CLIENTS_TOO_SLOW].add(self.too_slow)
-
     @property
     def buffered_bytes(self) -> int:
         """Bytes of requests in memory, of all connections."""
@@ -931,8 +936,9 @@ class Listener:
             self._too_slow_logged, self._log_again_s = self.too_slow, now_s + LOG_PAUSE_S
 
     def cut_off_all(self) -> None:
-        """End all requests with an error: the router stops."""
-        for client in list(self.connections):
+        """End all requests with an error: the router stops. Those that wait for a node go first: none may get the place
+        of one that ends now."""
+        for client in sorted(self.connections, key=lambda client: client.has_node):
             client.cut_off()
 
     def abort_all(self) -> None:

@@ -1,7 +1,8 @@
 """Requests that the router rejects because of what the client sent (4xx): how many, with which code, and from where.
 
 Counting happens only when a request is rejected, in memory that does not grow with the number of clients. Every code
-with rejections is a line in the log, at most one a minute. Many of them are an alert.
+with rejections is a line in the log, at most one a minute. Many of them are a storm, of which app/alerts.py makes an
+alert.
 """
 
 from __future__ import annotations
@@ -9,9 +10,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from heapq import heappush, heapreplace
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
-from warmroute.app.alerts import MAX_SOURCES, Alert
 from warmroute.event_log import EventLog
 
 log = EventLog("warmroute.requests")
@@ -22,6 +22,8 @@ MANY: Final = 100
 """Rejections of one code in the last one or two windows that are an alert."""
 TRACKED: Final = 64
 """Sources that are tracked for each code, and keys."""
+MAX_SOURCES: Final = 4
+"""Sources and keys that are named."""
 NAME: Final = "client_errors"
 """Of the alert and of the line in the log."""
 NO_KEY: Final = "none"
@@ -123,10 +125,10 @@ class _Code:
         self.previous = _Window()
         self.next_s = 0.0
         """When the current window ends."""
-        self.alert_from: int | None = None
-        """`total` when the alert began; None without alert."""
-        self.alert_sources: Counter[str] = Counter()
-        """Sources of the alert before the last two windows."""
+        self.storm_from: int | None = None
+        """`total` when the storm began; None without one."""
+        self.storm_sources: Counter[str] = Counter()
+        """Sources of the storm before the last two windows."""
 
     @property
     def recent(self) -> int:
@@ -139,10 +141,23 @@ class _Code:
         return self.previous.keys.at_least() + self.current.keys.at_least()
 
     def next_window(self) -> None:
-        if self.alert_from is not None:
-            known = self.alert_sources + self.previous.sources.at_least()
-            self.alert_sources = Counter(dict(known.most_common(TRACKED)))
+        if self.storm_from is not None:
+            known = self.storm_sources + self.previous.sources.at_least()
+            self.storm_sources = Counter(dict(known.most_common(TRACKED)))
         self.previous, self.current = self.current, _Window()
+
+
+class Storm(NamedTuple):
+    """A code with many rejections."""
+
+    status: int
+    code: str
+    requests: int
+    """Rejections since the storm began."""
+    sources: list[tuple[str, int]]
+    """The clients that got the most of them."""
+    cause: str
+    advice: str
 
 
 class ClientErrors:
@@ -161,8 +176,8 @@ class ClientErrors:
         if status == 401:
             window.keys.add(key_sha256 or NO_KEY)
 
-    def __call__(self, now_s: float) -> Iterator[Alert]:
-        """Write the log, and yield the alerts."""
+    def storms(self, now_s: float) -> Iterator[Storm]:
+        """Write the log, and yield the codes that many requests were rejected with. Call this every few seconds."""
         for one in list(self._codes.values()):
             if now_s >= one.next_s and one.recent:
                 if one.current.count:
@@ -170,12 +185,16 @@ class ClientErrors:
                 one.next_window()
                 one.next_s = now_s + WINDOW_S
             if one.recent < MANY:
-                one.alert_from = None
+                one.storm_from = None
                 continue
-            if one.alert_from is None:
-                one.alert_from = one.total - one.recent
-                one.alert_sources = Counter()
-            yield _alert(one, one.total - one.alert_from)
+            if one.storm_from is None:
+                one.storm_from = one.total - one.recent
+                one.storm_sources = Counter()
+            sources = one.storm_sources + one.recent_sources()
+            yield Storm(
+                one.status, one.code, one.total - one.storm_from, sources.most_common(MAX_SOURCES), _cause(one),
+                _ADVICE.get(one.code, _DEFAULT_ADVICE),
+            )  # fmt: skip
 
     def log_rest(self) -> None:
         """Write the log of what was rejected since the last lines: the router stops."""
@@ -204,20 +223,6 @@ class ClientErrors:
         ]
         rows.sort(key=lambda row: (-row["recent"], -row["total"], row["code"]))
         return rows
-
-
-def alert_title(id: str, count: int) -> str:
-    _, status, code = id.split(" ")
-    return f"{count:,} {'request was' if count == 1 else 'requests were'} rejected with {status} ({code})"
-
-
-def _alert(one: _Code, count: int) -> Alert:
-    sources = one.alert_sources + one.recent_sources()
-    id = f"{NAME} {one.status} {one.code}"
-    return Alert(
-        id=id, severity="warning", title=alert_title(id, count), cause=_cause(one),
-        what_to_do=_ADVICE.get(one.code, _DEFAULT_ADVICE), count=count, sources=tuple(sources.most_common(MAX_SOURCES)),
-    )  # fmt: skip
 
 
 def _cause(one: _Code) -> str:

@@ -8,16 +8,16 @@ import os
 import re
 import socket
 import ssl
-from collections.abc import Callable
-from typing import Any, Final
+from collections.abc import Callable, Iterable
+from typing import Any, Final, Protocol
 
 from warmroute._kernel import CHUNKED, BadChunk, ChunkReader, ResponseHead
 from warmroute.config import ConfigError
 from warmroute.config import Upstream as UpstreamConfig
-from warmroute.core.node import Node
-from warmroute.edge.node_connection import ConnectFailure, NodeConnection, ResponseHandler
+from warmroute.core.messages import LOCAL, REFUSED, TRANSIENT
+from warmroute.edge.node_connection import NodeConnection, ResponseHandler
 from warmroute.edge.sockets import PlainSockets
-from warmroute.edge.timer_wheel import NEVER, TimerWheel
+from warmroute.edge.timer_wheel import NEVER, TICK_S, TimerWheel
 from warmroute.event_log import EventLog, where_it_failed
 
 # The pools of kept-alive connections to nodes, one pool for each node.
@@ -30,6 +30,21 @@ _REFUSED: Final = {errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH, er
 _LOCAL: Final = {errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM}
 
 
+class NodeAddress(Protocol):
+    """A row of the edge's tables, or the core's own node."""
+
+    @property
+    def number(self) -> int: ...
+    @property
+    def scheme(self) -> str: ...
+    @property
+    def host(self) -> str: ...
+    @property
+    def port(self) -> int: ...
+    @property
+    def api_key_env(self) -> str: ...
+
+
 class ConnectionPools:
     """The pools of all nodes. Each is created when it is first needed."""
 
@@ -37,53 +52,56 @@ class ConnectionPools:
         """`plain` serves connections without TLS; None, or not started: the event loop does."""
         self._timers = timers
         self._plain = plain
-        self._pools: dict[Node, ConnectionPool] = {}
+        self.by_number: dict[int, ConnectionPool] = {}
+        """By the number of the node."""
         self._config = config
         self._tls = node_tls(config)
 
     def reconfigure(self, config: UpstreamConfig) -> None:
         """Raises ConfigError, and changes nothing, if the file of certificate authorities is unusable."""
         self._tls = node_tls(config)
-        for node, pool in list(self._pools.items()):
-            if config.ca_file != self._config.ca_file:
-                self.remove(node)
-            else:
-                pool.config = config
+        if config.ca_file != self._config.ca_file:
+            self.close()
+        for pool in self.by_number.values():
+            pool.config = config
         self._config = config
 
     def reload_authorities(self) -> None:
         """Read the certificate authorities again, for new connections. Raises ConfigError if the file is unusable."""
         self._tls = node_tls(self._config)
-        for pool in self._pools.values():
+        for pool in self.by_number.values():
             pool.use_tls(self._tls)
 
-    def for_node(self, node: Node) -> ConnectionPool:
-        pool = self._pools.get(node)
+    def for_node(self, node: NodeAddress) -> ConnectionPool:
+        pool = self.by_number.get(node.number)
         if pool is None:
-            pool = self._pools[node] = ConnectionPool(node, self._config, self._timers, self._tls, self._plain)
+            pool = ConnectionPool(node, self._config, self._timers, self._tls, self._plain)
+            self.by_number[node.number] = pool
         return pool
 
-    def drop_changed_keys(self) -> None:
-        """Remove the pools of nodes whose API key has changed."""
-        for node, pool in list(self._pools.items()):
-            if pool.api_key != _api_key(node):
+    def drop_changed_keys(self, nodes: Iterable[NodeAddress]) -> None:
+        """Remove the pools of those nodes whose API key has changed."""
+        for node in nodes:
+            pool = self.by_number.get(node.number)
+            if pool is not None and pool.api_key != _api_key(node):
                 self.remove(node)
 
-    def remove(self, node: Node) -> None:
-        pool = self._pools.pop(node, None)
+    def remove(self, node: NodeAddress) -> None:
+        pool = self.by_number.pop(node.number, None)
         if pool is not None:
             pool.close()
 
     def close(self) -> None:
-        for node in list(self._pools):
-            self.remove(node)
+        pools, self.by_number = self.by_number, {}
+        for pool in pools.values():
+            pool.close()
 
 
 class ConnectionPool:
     """The connections to one node. The idle connection that was used last is taken first."""
 
     def __init__(
-        self, node: Node, config: UpstreamConfig, timers: TimerWheel, tls: ssl.SSLContext | None,
+        self, node: NodeAddress, config: UpstreamConfig, timers: TimerWheel, tls: ssl.SSLContext | None,
         plain: PlainSockets | None = None,
     ) -> None:  # fmt: skip
         self.config = config
@@ -151,7 +169,7 @@ class ConnectionPool:
                         server_hostname=self._host if self._tls else None,
                     )
         except TimeoutError:
-            handler.connect_failed(ConnectFailure.TRANSIENT, f"connecting to the node took longer than {timeout_s:g} s")
+            handler.connect_failed(TRANSIENT, f"connecting to the node took longer than {timeout_s:g} s")
         except ssl.SSLError as error:
             handler.connect_failed(_tls_failure(error), f"TLS with the node failed: {error.reason or 'no handshake'}")
         except OSError as error:
@@ -159,7 +177,7 @@ class ConnectionPool:
             handler.connect_failed(_failure(error), reason)
         except Exception as error:  # such as UnicodeError for a host name with a label that is too long
             log.exception("connect_failed", "The router could not try to connect to a node.", host=self._host)
-            handler.connect_failed(ConnectFailure.TRANSIENT, f"cannot connect to the node: {type(error).__name__}")
+            handler.connect_failed(TRANSIENT, f"cannot connect to the node: {type(error).__name__}")
         else:
             try:
                 if not handler.connected(connection):
@@ -173,7 +191,11 @@ class ConnectionPool:
             connection.cancel()
             return
         self._idle.append(connection)
-        self.timers.arm(connection, now_s + self.config.idle_timeout_s)
+        deadline_s = now_s + self.config.idle_timeout_s
+        if 0.0 <= connection.bucket * TICK_S <= deadline_s:  # as in `arm`, without a call
+            connection.deadline_s = deadline_s
+        else:
+            self.timers.arm(connection, deadline_s)
 
     def remove_idle(self, connection: NodeConnection) -> None:
         if connection in self._idle:
@@ -194,19 +216,19 @@ class ConnectionPool:
         return max((connection.last_byte_s for connection in self.busy), default=-NEVER)
 
 
-def _failure(error: OSError) -> ConnectFailure:
+def _failure(error: OSError) -> int:
     if error.errno in _REFUSED or (isinstance(error, socket.gaierror) and error.errno == socket.EAI_NONAME):
-        return ConnectFailure.REFUSED
-    return ConnectFailure.LOCAL if error.errno in _LOCAL else ConnectFailure.TRANSIENT
+        return REFUSED
+    return LOCAL if error.errno in _LOCAL else TRANSIENT
 
 
-def _tls_failure(error: ssl.SSLError) -> ConnectFailure:
+def _tls_failure(error: ssl.SSLError) -> int:
     """A wrong certificate and a port without TLS do not pass by themselves. Anything else may."""
     permanent = isinstance(error, ssl.SSLCertVerificationError) or error.reason in (
         "WRONG_VERSION_NUMBER",
         "HTTP_REQUEST",
     )
-    return ConnectFailure.REFUSED if permanent else ConnectFailure.TRANSIENT
+    return REFUSED if permanent else TRANSIENT
 
 
 def node_tls(config: UpstreamConfig) -> ssl.SSLContext:
@@ -217,7 +239,7 @@ def node_tls(config: UpstreamConfig) -> ssl.SSLContext:
         raise ConfigError(f"upstream.ca_file: cannot load {config.ca_file!r}: {error}") from None
 
 
-def _api_key(node: Node) -> str:
+def _api_key(node: NodeAddress) -> str:
     return os.environ.get(node.api_key_env, "").strip() if node.api_key_env else ""
 
 
@@ -239,12 +261,12 @@ class NodeClient:
     def __init__(self, pools: ConnectionPools) -> None:
         self._pools = pools
 
-    async def get(self, node: Node, path: str, timeout_s: float) -> tuple[int, bytes]:
+    async def get(self, node: NodeAddress, path: str, timeout_s: float) -> tuple[int, bytes]:
         pool = self._pools.for_node(node)
         head = b"GET %b HTTP/1.1\r\n%b%bAccept: */*\r\n\r\n" % (path.encode(), pool.host_line, pool.authorization_line)
         return await _fetch(pool, head, b"", timeout_s, MAX_GET_BYTES)
 
-    async def post(self, node: Node, path: str, body: bytes, timeout_s: float) -> tuple[int, bytes]:
+    async def post(self, node: NodeAddress, path: str, body: bytes, timeout_s: float) -> tuple[int, bytes]:
         """The body is JSON."""
         pool = self._pools.for_node(node)
         head = (
@@ -297,9 +319,9 @@ class _Fetch:
         self._connection = connection
         connection.send_request(self, self._head, self._body)
 
-    def connect_failed(self, failure: ConnectFailure, reason: str) -> None:
-        errors = {ConnectFailure.REFUSED: ConnectionRefusedError, ConnectFailure.LOCAL: OSError}
-        self._fail(errors.get(failure, ConnectionError)(reason))
+    def connect_failed(self, sign: int, reason: str) -> None:
+        errors = {REFUSED: ConnectionRefusedError, LOCAL: OSError}
+        self._fail(errors.get(sign, ConnectionError)(reason))
 
     def response_started(
         self, head: ResponseHead, first: bytes, whole: bool, now_s: float
@@ -328,7 +350,7 @@ class _Fetch:
         if not self.done.done():
             self.done.set_result((self._status, b"".join(self._pieces)))
 
-    def response_failed(self, reason: str, stale: bool) -> None:
+    def response_failed(self, sign: int, reason: str, stale: bool) -> None:
         self._connection = None
         if stale and not self._retried_stale and not self.done.done():
             self._retried_stale = True
@@ -336,7 +358,7 @@ class _Fetch:
         else:
             self._fail(ConnectionError(reason))
 
-    def response_broke(self, reason: str, frames: ChunkReader | None) -> None:
+    def response_broke(self, sign: int, reason: str, frames: ChunkReader | None) -> None:
         self._fail(ConnectionError(reason))
 
     def internal_error(self, error: Exception, frames: ChunkReader | None) -> None:

@@ -7,10 +7,12 @@ from typing import Final
 
 import msgspec
 
+from warmroute.core.messages import Reject
+
 # The errors that the router itself sends to a client: a status and a JSON body, in OpenAI's form or in Anthropic's.
 #
-# Those of requests that get no node are in core/rejections.py, those of malformed heads in http1.py. No error names a
-# node's address, and none repeats what the client sent except a model name or a path.
+# The core writes those of requests that get no node (core/rejections.py); those of malformed heads are in http1.py. No
+# error names a node's address, and none repeats what the client sent except a model name or a path.
 
 REASON_PHRASES: Final = {status.value: status.phrase.encode() for status in HTTPStatus}
 RETRY: Final = "Retry after the time in the `Retry-After` header."
@@ -64,6 +66,14 @@ class HttpError(Exception):
     def event(self, anthropic: bool = False) -> bytes:
         """Return the error as the last event of a stream."""
         return b"event: error\ndata: " + self.body(anthropic) + b"\n\n"
+
+
+def rendered(why: Reject) -> HttpError:
+    """Return the core's error as the client gets it."""
+    return HttpError(
+        why.status, why.message, code=why.code, kind=why.kind, param=why.param, retry_after_s=why.retry_after_s,
+        headers=why.headers,
+    )  # fmt: skip
 
 
 # HTTP: the request cannot be read.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import enum
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -16,8 +15,10 @@ from warmroute._kernel import (
     SocketTransport,
     read_response_head,
 )
+from warmroute.core.messages import CLOSED as NODE_CLOSED
+from warmroute.core.messages import MALFORMED, SILENT
 from warmroute.edge.http1 import BrokenResponse
-from warmroute.edge.timer_wheel import NEVER
+from warmroute.edge.timer_wheel import NEVER, TICK_S
 from warmroute.event_log import EventLog, where_it_failed
 from warmroute.http_client import MAX_INFORMATIONAL
 
@@ -90,19 +91,26 @@ def _no_sink(_data: bytes) -> None:
     """The sink between two responses."""
 
 
-class ConnectFailure(enum.Enum):
-    REFUSED = "refused"  # no process listens there, or its certificate is wrong
-    TRANSIENT = "transient"  # a timeout, or a network error that may pass
-    LOCAL = "local"  # this machine is out of files, ports or memory
+class ResponseReader(Protocol):
+    """Receives the rest of a response that has begun. Signs are those of core/messages.py; reasons are the router's own
+    words."""
+
+    def response_ended(self, now_s: float) -> None: ...
+
+    def response_broke(self, sign: int, reason: str, frames: ChunkReader | None) -> None:
+        """The response ended too early. `frames`: the position in a chunked body, up to the last byte passed on."""
+
+    def internal_error(self, error: Exception, frames: ChunkReader | None) -> None:
+        """The router itself failed at this response. `frames`: as for `response_broke`."""
 
 
-class ResponseHandler(Protocol):
+class ResponseHandler(ResponseReader, Protocol):
     """Sends one request to a node and receives its response."""
 
     def connected(self, connection: NodeConnection) -> bool:
-        """A new connection is open. Return False if it is no longer needed."""
+        """A connection is open. Return False if it is no longer needed."""
 
-    def connect_failed(self, failure: ConnectFailure, reason: str) -> None: ...
+    def connect_failed(self, sign: int, reason: str) -> None: ...
 
     def response_started(
         self, head: ResponseHead, first: bytes, whole: bool, now_s: float
@@ -110,23 +118,15 @@ class ResponseHandler(Protocol):
         """The head arrived, and `first` of the body; `whole`: that is all. Return where the rest of the body goes, or
         None to cancel the request."""
 
-    def response_ended(self, now_s: float) -> None: ...
-
-    def response_failed(self, reason: str, stale: bool) -> None:
+    def response_failed(self, sign: int, reason: str, stale: bool) -> None:
         """No byte of a response arrived. `stale`: the node closed a reused connection before it read the request."""
-
-    def response_broke(self, reason: str, frames: ChunkReader | None) -> None:
-        """The response ended too early. `frames`: the position in a chunked body, up to the last byte passed on."""
-
-    def internal_error(self, error: Exception, frames: ChunkReader | None) -> None:
-        """The router itself failed at this response. `frames`: as for `response_broke`."""
 
 
 class NodeConnection:
     __slots__ = (
         "_buffer", "_frames", "_handler", "_held_head", "_informational", "_keep_alive", "_missing_bytes", "_now",
         "_paused", "_pool", "_relays", "_served_before", "_silence_timeout_s", "_sink", "_state", "_writer", "bucket",
-        "deadline_s", "transport",
+        "deadline_s", "reader", "transport",
     )  # fmt: skip
 
     def __init__(self, pool: ConnectionPool) -> None:
@@ -140,6 +140,10 @@ class NodeConnection:
         self._served_before = False
         # per response
         self._handler: ResponseHandler | None = None
+        """Set until the response has begun."""
+        self.reader: ResponseReader | None = None
+        """Is told how the response goes on: whoever sent the request, until it gives the response to another one; None:
+        nobody wants to know."""
         self._sink: Callable[[bytes], object] = _no_sink
         self._buffer = b""
         self._informational = 0
@@ -159,7 +163,7 @@ class NodeConnection:
     # The request.
 
     def send_request(self, handler: ResponseHandler, head: bytes, body: bytes) -> None:
-        self._handler = handler
+        self._handler = self.reader = handler
         self._state = AWAITING_HEAD
         self._informational = 0
         self._pool.busy.add(self)
@@ -172,7 +176,11 @@ class NodeConnection:
             self.transport.writelines((head, body))
         upstream = self._pool.config
         self._silence_timeout_s = upstream.between_chunks_timeout_s
-        self._pool.timers.arm(self, self._now() + upstream.first_byte_timeout_s)
+        deadline_s = self._now() + upstream.first_byte_timeout_s
+        if 0.0 <= self.bucket * TICK_S <= deadline_s:  # as in `arm`, without a call
+            self.deadline_s = deadline_s
+        else:
+            self._pool.timers.arm(self, deadline_s)
 
     def pause_writing(self) -> None:
         if self._writer is not None:
@@ -186,13 +194,13 @@ class NodeConnection:
         """Pass the rest of the response's body to `sink`."""
         self._sink = sink
 
-    def read_error(self, handler: ResponseHandler, until_s: float) -> bool:
-        """Let `handler` read the rest of an error's body. Return False if too many connections to the node do so."""
+    def read_error(self, reader: ResponseReader, until_s: float) -> bool:
+        """Let `reader` read the rest of an error's body. Return False if too many connections to the node do so."""
         pool = self._pool
         if len(pool.reading_errors) >= MAX_READING_ERRORS or self._state == CLOSED:
             return False
         pool.reading_errors.add(self)
-        self._handler = handler
+        self.reader = reader
         self._silence_timeout_s = until_s - self._now()
         pool.timers.arm(self, until_s)
         return True
@@ -231,47 +239,43 @@ class NodeConnection:
 
     def cancel(self) -> None:
         """Close the connection. The engine notices and stops generating."""
-        self._handler = None
+        self._handler = self.reader = None
         self._close()
 
     # The response.
 
     def data_received(self, data: bytes) -> None:
-        handler = self._handler
+        reader, now_s = self.reader, self._now()
         try:
-            if self._state == CHUNKED_BODY:
-                self._receive_chunks(data)
+            state = self._state
+            if state == CHUNKED_BODY:  # most of what nodes send: the events of streams
+                self.deadline_s = now_s + self._silence_timeout_s
+                frames = self._frames
+                assert frames is not None
+                try:
+                    end = frames.feed(data)
+                except BadChunk as bad:
+                    self._fail(MALFORMED, f"the node's chunked encoding is malformed: {bad}")
+                    return
+                if end < 0:
+                    self._sink(data)
+                    return
+                if end != len(data):
+                    self._keep_alive = False
+                    data = data[:end]
+                self._sink(data)
+                self._complete(now_s)
+            elif state == AWAITING_HEAD:
+                buffered = len(self._buffer)
+                self._read_head(self._buffer + data if buffered else data, buffered, now_s)
             else:
-                self._receive(data)
+                self._receive(data, now_s)
         except Exception as error:
-            self._fail_internally(handler, error)
+            self._fail_internally(reader, error)
 
-    def _receive_chunks(self, data: bytes) -> None:
-        """Most of what nodes send: the events of streams."""
-        now_s = self._now()
-        self.deadline_s = now_s + self._silence_timeout_s
-        frames = self._frames
-        assert frames is not None
-        try:
-            end = frames.feed(data)
-        except BadChunk as bad:
-            self._fail(f"the node's chunked encoding is malformed: {bad}")
-            return
-        if end < 0:
-            self._sink(data)
-            return
-        if end != len(data):
-            self._keep_alive = False
-            data = data[:end]
-        self._sink(data)
-        self._complete(now_s)
-
-    def _receive(self, data: bytes) -> None:
-        state, now_s = self._state, self._now()
-        if state == AWAITING_HEAD:
-            buffered = len(self._buffer)
-            self._read_head(self._buffer + data if buffered else data, buffered, now_s)
-        elif state == SIZED_BODY:
+    def _receive(self, data: bytes, now_s: float) -> None:
+        state = self._state
+        if state == SIZED_BODY:
             self.deadline_s = now_s + self._silence_timeout_s
             self._missing_bytes -= len(data)
             if self._missing_bytes > 0:
@@ -317,7 +321,7 @@ class NodeConnection:
                     raise BrokenResponse(f"more than {MAX_INFORMATIONAL} 1xx responses")
                 start = end + 4
         except BrokenResponse as broken:
-            self._fail(f"the node's response is not valid HTTP: {broken}")
+            self._fail(MALFORMED, f"the node's response is not valid HTTP: {broken}")
             return
         first = data[end + 4 :]
         if first or not head.length or head.status >= 400:
@@ -352,17 +356,21 @@ class NodeConnection:
                 self._state = BODY_UNTIL_CLOSE
         except BadChunk as bad:
             self._state = AWAITING_HEAD
-            self._fail(f"the node's chunked encoding is malformed: {bad}")
+            self._fail(MALFORMED, f"the node's chunked encoding is malformed: {bad}")
             return
-        handler = self._handler
+        handler, self._handler = self._handler, None
         assert handler is not None
         if whole:
             sink = handler.response_started(head, first, True, now_s)
             if sink is None:
-                self._handler = None
+                self.reader = None
             self._complete(now_s)
             return
-        self._pool.timers.arm(self, now_s + self._silence_timeout_s)
+        deadline_s = now_s + self._silence_timeout_s
+        if 0.0 <= self.bucket * TICK_S <= deadline_s:
+            self.deadline_s = deadline_s
+        else:
+            self._pool.timers.arm(self, deadline_s)
         sink = handler.response_started(head, first, False, now_s)
         if sink is None:
             self.cancel()
@@ -370,7 +378,7 @@ class NodeConnection:
             self._sink = sink
 
     def _complete(self, now_s: float) -> None:
-        handler, self._handler = self._handler, None
+        reader, self.reader = self.reader, None
         self._frames = None
         self._sink = _no_sink
         if self._relays:
@@ -390,8 +398,8 @@ class NodeConnection:
             self._pool.release(self, now_s)
         else:
             self._close()
-        if handler is not None:
-            handler.response_ended(now_s)
+        if reader is not None:
+            reader.response_ended(now_s)
 
     @property
     def frames(self) -> ChunkReader | None:
@@ -412,17 +420,15 @@ class NodeConnection:
 
     # Failures and the end.
 
-    def _fail(self, reason: str) -> None:
-        """Close the connection and tell the handler that the response failed or broke."""
-        handler, self._handler = self._handler, None
-        state, frames = self._state, self._frames
-        self._close()
-        if handler is None:
-            return
+    def _fail(self, sign: int, reason: str) -> None:
+        """Close the connection and tell whose response it is that it failed or broke."""
+        state, frames, handler, reader = self._state, self._frames, self._handler, self.reader
+        self.cancel()
         if state in (AWAITING_HEAD, AWAITING_BODY):
-            handler.response_failed(reason, stale=False)
-        else:
-            handler.response_broke(reason, frames)
+            if handler is not None:
+                handler.response_failed(sign, reason, stale=False)
+        elif reader is not None:
+            reader.response_broke(sign, reason, frames)
 
     def _close(self) -> None:
         self._state = CLOSED
@@ -430,36 +436,37 @@ class NodeConnection:
         self._pool.timers.disarm(self)
         self.transport.abort()
 
-    def _fail_internally(self, handler: ResponseHandler | None, error: Exception) -> None:
-        """The router itself failed at something that happened on this connection. `handler`: whose request it was."""
-        frames, self._handler = self._frames, None
+    def _fail_internally(self, reader: ResponseReader | None, error: Exception) -> None:
+        """The router itself failed at something that happened on this connection. `reader`: whose response it was."""
+        frames, self._handler, self.reader = self._frames, None, None
         if self._state != IDLE:
             self._close()
-        if handler is not None:
-            handler.internal_error(error, frames)
+        if reader is not None:
+            reader.internal_error(error, frames)
         else:
             log.error("node_connection_failed", "The router closes the connection.", reason=where_it_failed(error))
 
     def timed_out(self) -> None:
-        handler = self._handler
+        reader = self.reader
         try:
             if self._state == IDLE:
                 self._pool.remove_idle(self)
                 self._close()
             elif self._state in (AWAITING_HEAD, AWAITING_BODY):
-                self._fail(f"the node sent no response within {self._pool.config.first_byte_timeout_s:g} s")
+                self._fail(SILENT, f"the node sent no response within {self._pool.config.first_byte_timeout_s:g} s")
             elif self._last_relayed_s + self._silence_timeout_s > self._now():
                 self._pool.timers.arm(self, self._last_relayed_s + self._silence_timeout_s)
             else:
-                self._fail(f"the node sent nothing for {self._silence_timeout_s:g} s in the middle of its response")
+                reason = f"the node sent nothing for {self._silence_timeout_s:g} s in the middle of its response"
+                self._fail(SILENT, reason)
         except Exception as error:
-            self._fail_internally(handler, error)
+            self._fail_internally(reader, error)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = transport
 
     def eof_received(self) -> None:
-        handler = self._handler
+        reader = self.reader
         try:
             if self._state == AWAITING_BODY and self._held_head is not None and self._held_head.length == UNTIL_CLOSE:
                 head, self._held_head = self._held_head, None
@@ -468,21 +475,23 @@ class NodeConnection:
                 self._keep_alive = False
                 self._complete(self._now())
         except Exception as error:
-            self._fail_internally(handler, error)
+            self._fail_internally(reader, error)
 
     def connection_lost(self, exc: Exception | None) -> None:
         state, self._state = self._state, CLOSED
-        handler, self._handler = self._handler, None
+        handler, reader, self._handler, self.reader = self._handler, self.reader, None, None
         try:
             self._pool.busy.discard(self)
             self._pool.timers.disarm(self)
             if state == IDLE:
                 self._pool.remove_idle(self)
-            elif handler is not None and state in (AWAITING_HEAD, AWAITING_BODY):
+            elif state in (AWAITING_HEAD, AWAITING_BODY):
                 began = self._buffer or self._informational
                 stale = state == AWAITING_HEAD and self._served_before and not began
-                handler.response_failed("the node closed the connection before its response", stale)
-            elif handler is not None:
-                handler.response_broke("the node closed the connection in the middle of its response", self._frames)
+                if handler is not None:
+                    handler.response_failed(NODE_CLOSED, "the node closed the connection before its response", stale)
+            elif reader is not None:
+                reason = "the node closed the connection in the middle of its response"
+                reader.response_broke(NODE_CLOSED, reason, self._frames)
         except Exception as error:
-            self._fail_internally(handler, error)
+            self._fail_internally(reader, error)

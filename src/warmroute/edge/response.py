@@ -1,4 +1,4 @@
-"""What the edge reads in a node's response: last event, finish reason, Retry-After, and errors."""
+"""What the edge reads in an answer: first token, usage, last event, finish reason, Retry-After."""
 
 from __future__ import annotations
 
@@ -10,11 +10,40 @@ from typing import Any, Final
 
 import msgspec
 
-from warmroute._kernel import CHUNKED, BadChunk, ChunkReader, ResponseHead
-from warmroute.core.failed_tries import OTHER, NodeError
-from warmroute.core.reported_values import decode_json
-from warmroute.edge.node_connection import ConnectFailure, NodeConnection
+from warmroute._kernel import CHUNKED, BadChunk, ChunkReader, FirstTokenSearch, ResponseHead
+from warmroute.core.messages import NodeError
+from warmroute.edge.node_connection import NodeConnection
 from warmroute.event_log import EventLog, where_it_failed
+
+# Finds the first token in a node's event stream: content of the model, not a role, a comment or `response.created`.
+#
+# `_kernel/first_token.c` has the rules. They apply to the payload, so the chunk framing is removed from a copy first.
+
+
+class FirstTokenDetector:
+    __slots__ = ("_frames", "_search")
+
+    def __init__(self, chunked: bool) -> None:
+        self._frames = ChunkReader() if chunked else None
+        self._search = FirstTokenSearch()
+
+    def feed(self, data: bytes) -> bool:
+        """Take the next bytes of the body, with a framing that was checked; return whether it had its first token."""
+        if self._frames is not None:
+            pieces: list[bytes] = []
+            self._frames.feed(data, pieces)
+            data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        return self._search.feed(data)
+
+
+def detector_for(head: ResponseHead) -> FirstTokenDetector | None:
+    """Return a detector for an event stream that can be read; else None, and its first byte counts as its first token.
+
+    An error and a response without streaming have no token to wait for; a compressed stream hides them."""
+    if head.status >= 400 or head.length >= 0 or head.encoded:
+        return None
+    return FirstTokenDetector(head.length == CHUNKED)
+
 
 # Whether an event stream has come to its last event. A client may leave then: it has the whole response.
 #
@@ -43,28 +72,23 @@ def has_last_event(tail: bytes) -> bool:
 # Reads why an answer ended, of a response that is not streamed.
 
 
-class _Choice(msgspec.Struct):
-    finish_reason: str | None = None
-
-
-class _Answer(msgspec.Struct):
-    """Of chat completions and completions, of /v1/messages, and of /v1/responses."""
-
-    choices: list[_Choice] = []
-    stop_reason: str | None = None
-    status: str | None = None
-
-
 def finish_reason_of(body: bytes) -> str | None:
-    """Return the finish reason as chat completions have it; None if the body has none or is not valid JSON."""
+    """Return the finish reason as chat completions have it; None if the body has none or is not valid JSON. It may be a
+    response of chat completions and completions, of /v1/messages, or of /v1/responses."""
     try:
-        answer = msgspec.json.decode(body, type=_Answer)
+        answer = msgspec.json.decode(body)
     except (ValueError, RecursionError):
         return None
-    if answer.choices:
-        return answer.choices[0].finish_reason
-    reason = answer.stop_reason or answer.status
-    return "length" if reason in ("max_tokens", "incomplete") else reason
+    if not isinstance(answer, dict):
+        return None
+    choices = answer.get("choices")
+    if isinstance(choices, list) and choices:
+        reason = choices[0].get("finish_reason") if isinstance(choices[0], dict) else None
+    else:
+        reason = answer.get("stop_reason") or answer.get("status")
+        if reason in ("max_tokens", "incomplete"):
+            return "length"
+    return reason if isinstance(reason, str) else None
 
 
 # Reads the Retry-After header of a node.
@@ -136,6 +160,7 @@ MAX_KNOWN: Final = 1024
 READ_S: Final = 1.0
 _NOT_IN_NAMES: Final = re.compile(r"[^A-Za-z0-9_.-]+")
 
+OTHER: Final = NodeError().kind
 OUT_OF_MEMORY: Final = "out_of_memory"
 BAD_TEMPLATE: Final = "bad_template"
 UNKNOWN_MODEL: Final = "unknown_model"
@@ -182,8 +207,8 @@ def _read(error: NodeError, status: int, body: bytes) -> NodeError:
 
 
 class ErrorBody:
-    """Collects the body. Implements node_connection.ResponseHandler for the rest of a response whose request has gone
-    to another node."""
+    """Collects the body. Implements node_connection.ResponseReader for the rest of a response whose request has gone to
+    another node."""
 
     def __init__(self, status: int, length: int, encoded: bool, keeps_text: bool) -> None:
         """`length`: as a ResponseHead has it."""
@@ -236,7 +261,7 @@ class ErrorBody:
             text = body[: 4 * MAX_TEXT].decode("utf-8", "replace")[:MAX_TEXT]
             error.text = "".join([character if character.isprintable() else " " for character in text])
 
-    # As the handler of the rest of the response.
+    # As the reader of the rest of the response.
 
     def follow(self, connection: NodeConnection, now_s: float) -> Callable[[bytes], object] | None:
         """Read the rest. Return where it goes; None if the connection should rather be closed."""
@@ -256,33 +281,19 @@ class ErrorBody:
     def response_ended(self, _now_s: float) -> None:
         self.finish()
 
-    def response_broke(self, _reason: str, _frames: ChunkReader | None) -> None:
+    def response_broke(self, _sign: int, _reason: str, _frames: ChunkReader | None) -> None:
         self.finish()
 
     def internal_error(self, error: Exception, _frames: ChunkReader | None) -> None:
         log.error("node_connection_failed", "The router closes the connection.", reason=where_it_failed(error))
         self.finish()
 
-    def connected(self, connection: NodeConnection) -> bool:
-        raise AssertionError("the response has begun")
-
-    def connect_failed(self, failure: ConnectFailure, reason: str) -> None:
-        raise AssertionError("the response has begun")
-
-    def response_failed(self, reason: str, stale: bool) -> None:
-        raise AssertionError("the response has begun")
-
-    def response_started(
-        self, head: ResponseHead, first: bytes, whole: bool, now_s: float
-    ) -> Callable[[bytes], object] | None:
-        raise AssertionError("the response has begun")
-
 
 def _names(body: bytes) -> tuple[str, str]:
     """Return the error's `type` and `code`, which are in `error` or beside its message."""
     try:
-        found = decode_json(body)
-    except ValueError:
+        found = msgspec.json.decode(body)
+    except (ValueError, RecursionError):
         return "", ""
     inner = found.get("error") if isinstance(found, dict) else None
     error = inner if isinstance(inner, dict) else found

@@ -5,23 +5,22 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from random import Random
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from warmroute.config import Tracing as TracingConfig
-from warmroute.core.calls import Attempts, Usage
-from warmroute.core.decision_record import DecisionRecord, Price
-from warmroute.core.messages import Outcome
-from warmroute.core.node import Ticket
-from warmroute.core.tickets import AttemptHistory, Dispatch
-from warmroute.core.traffic import Counters
+from warmroute.core.messages import RoutingRequest
 from warmroute.event_log import EventLog
+
+if TYPE_CHECKING:
+    from warmroute.edge.arrival import Kept
 
 # W3C trace context (https://www.w3.org/TR/trace-context/): the `traceparent` header, read strictly.
 #
 # A client's header counts only if it is valid and given once. Else the request starts a trace of its own, and neither
 # its `traceparent` nor its `tracestate` reaches a node. A valid `tracestate` is not the router's to change.
+
+log = EventLog("warmroute.tracing")
 
 SAMPLED: Final = 1
 _RANDOM_TRACE_ID: Final = 2
@@ -100,215 +99,72 @@ def without_context(fields: bytes) -> bytes:
     return _TRACESTATE_LINES.sub(b"", without_traceparent(fields))
 
 
-# A request's trace: what it keeps while the request runs, and what remains of it at the end.
-#
-# A recorded request keeps the ids that nodes were told and the times that nothing else keeps. At its end, `end` copies
-# from its attempts what the spans need, in numbers and names: prompts and their blocks are not kept until the export.
+class EdgeTrace:
+    """What the edge keeps of a request that is traced. The core keeps the rest: its tries, its decision, its end."""
 
+    __slots__ = ("_fields", "_random_bits", "_span_ids", "context", "parent_id", "path", "started_s", "tracestate")
 
-class EndedAttempt(NamedTuple):
-    span_id: bytes
-    node: str
-    island: str
-    engine: str
-    host: str
-    port: int
-    opened_s: float
-    first_token_s: float
-    """0 without a first token."""
-    closed_s: float
-    status: int
-    """0 without a response."""
-    outcome: Outcome
-    reason: str
-    hedge: bool
-    prompt_tokens: int
-    """0 if the prompt was not looked up."""
-    cached_tokens: int
-    """Predicted."""
-    rank: int | None
-    expected_ttft_ms: float
+    def __init__(
+        self, random_bits: RandomBits, context: TraceContext, parent_id: bytes, tracestate: bytes, fields: bytes,
+        path: bytes, started_s: float,
+    ) -> None:  # fmt: skip
+        self._random_bits = random_bits
+        self._span_ids: dict[int, bytes] = {}
+        self._fields = fields
+        """The header lines for nodes, without `traceparent`."""
+        self.context = context
+        """Of the request's own span."""
+        self.parent_id = parent_id
+        """Empty if the trace begins here."""
+        self.tracestate = tracestate
+        self.path = path
+        self.started_s = started_s
 
+    def forwarded_fields(self, try_: int) -> bytes:
+        """Return the header lines for the node of this try."""
+        return self._fields + self.context.child(self.span_id(try_), sampled=True).header_line()
 
-class EndedDecision(NamedTuple):
-    decided_s: float
-    """When the router began to decide: at once, or when the request left the queue."""
-    policy: str
-    reason: str
-    node: str
-    island: str
-    candidates: int
-    prompt_tokens: int
-    cached_tokens: int
-    price: Price | None
-
-
-class EndedRequest(NamedTuple):
-    request_id: bytes
-    arrived_s: float
-    """When its body was read and scanned."""
-    model: str
-    """Empty if no node serves it: then it is only what the client typed."""
-    tenant: str
-    route: str
-    priority: int
-    streams: bool
-    max_output_tokens: int | None
-
-
-class EndedTrace(NamedTuple):
-    """All that the spans of a request are built from. Times are on the router's clock."""
-
-    context: TraceContext
-    """Of the request's own span."""
-    parent_id: bytes
-    """Empty if the trace begins here."""
-    tracestate: bytes
-    wall_offset_s: float
-    """What turns a time of the router's clock into Unix time."""
-    path: str
-    started_s: float
-    entered_s: float
-    """When the prompt was read, and the request asked for a node; 0 if it never did."""
-    queue_length: int
-    """Requests that waited in the admission queue when this one came."""
-    queued: bool
-    ended_s: float
-    status: int
-    error: str
-    client_left: bool
-    request: EndedRequest | None
-    """None if the body was rejected."""
-    decision: EndedDecision | None
-    attempts: tuple[EndedAttempt, ...]
-    usage: Usage
-
-
-@dataclass(slots=True, eq=False)
-class RequestTrace:
-    """A recorded request."""
-
-    _export: Callable[[EndedTrace], object]
-    _random_bits: RandomBits
-    _is_served: Callable[[str], bool]
-    """Whether a node serves this model."""
-    _context: TraceContext
-    _parent_id: bytes
-    _tracestate: bytes
-    _fields: bytes
-    """The header lines for nodes, without `traceparent`."""
-    _path: bytes
-    _started_s: float
-    _attempts: Attempts | None = None
-    _span_ids: dict[Ticket, bytes] = field(default_factory=dict)
-    _statuses: dict[Ticket, int] = field(default_factory=dict)
-    _ended: bool = False
-
-    def begin(self, attempts: Attempts) -> None:
-        """The request was read."""
-        self._attempts = attempts
-        attempts.history = AttemptHistory()
-
-    def forwarded_fields(self, ticket: Ticket) -> bytes:
-        """Return the header lines for a node."""
-        return self._fields + self._context.child(self._span_id(ticket), sampled=True).header_line()
-
-    def _span_id(self, ticket: Ticket) -> bytes:
-        span_id = self._span_ids.get(ticket)
+    def span_id(self, try_: int) -> bytes:
+        span_id = self._span_ids.get(try_)
         if span_id is None:
-            span_id = self._span_ids[ticket] = new_span_id(self._random_bits)
+            span_id = self._span_ids[try_] = new_span_id(self._random_bits)
         return span_id
 
-    def node_answered(self, ticket: Ticket, status: int) -> None:
-        self._statuses[ticket] = status
 
-    def end(self, now_s: float, status: int = 0, error: str = "", *, client_left: bool = False) -> None:
-        """The request has ended: with this status, if the client received one. `error`: the error's code. Only the
-        first call counts."""
-        if self._ended:
-            return
-        self._ended = True
-        attempts, self._attempts = self._attempts, None
-        if attempts is None:
-            entered_s, history, request, decision, usage = 0.0, AttemptHistory(), None, None, None
-        else:
-            entered_s = getattr(attempts, "entered_s", 0.0)  # unset until the request asks for a node
-            history = attempts.history or AttemptHistory()
-            request, decision = self._ended_request(attempts), _ended_decision(attempts, entered_s)
-            usage = attempts.reported
-        self._export(
-            EndedTrace(
-                self._context, self._parent_id, self._tracestate, time.time() - now_s, self._path.decode(),
-                self._started_s,
-                entered_s, history.queue_length, history.queued, now_s, status, error, client_left, request, decision,
-                self._ended_attempts(history), usage or (None, None, None),
-            )
-        )  # fmt: skip
-        self._span_ids = {}
-        self._statuses = {}
+class EndedEarly(NamedTuple):
+    """A request that ended before it asked the core for a node. The core gives the others back."""
 
-    def _ended_request(self, attempts: Attempts) -> EndedRequest:
-        request = attempts.request
-        return EndedRequest(
-            attempts.request_id, request.arrived_s, request.model if self._is_served(request.model) else "",
-            request.tenant, request.route, request.priority, request.streams, request.max_output_tokens,
-        )  # fmt: skip
-
-    def _ended_attempts(self, history: AttemptHistory) -> tuple[EndedAttempt, ...]:
-        ended: list[EndedAttempt] = []
-        for ticket, outcome, closed_s, reason in sorted(history.closed, key=lambda one: one.ticket.opened_s):
-            node, dispatch = ticket.node, ticket if isinstance(ticket, Dispatch) else None
-            ended.append(
-                EndedAttempt(
-                    self._span_id(ticket), node.name, node.island, node.engine, node.host, node.port, ticket.opened_s,
-                    ticket.first_token_s, closed_s, self._statuses.get(ticket, 0), outcome, reason,
-                    any(ticket.opened_s < other.closed_s for other in ended),
-                    dispatch.tokens if dispatch is not None else 0, dispatch.cached if dispatch is not None else 0,
-                    dispatch.rank if dispatch is not None else None, ticket.expected_ttft_ms,
-                )
-            )  # fmt: skip
-        return tuple(ended)
+    trace: EdgeTrace | None
+    """None if it is not traced."""
+    kept: Kept | None
+    ended_s: float
+    status: int
+    """What the client received; 0: nothing."""
+    error: str
+    """The error's code."""
+    client_left: bool
+    request: RoutingRequest | None
+    """None if the body was rejected."""
+    request_id: bytes
 
 
-def _ended_decision(attempts: Attempts, entered_s: float) -> EndedDecision | None:
-    decision = getattr(attempts, "decision", None)  # unset until the request is admitted
-    if decision is None:
-        return None
-    record: DecisionRecord = decision.record()
-    query = decision.query
-    return EndedDecision(
-        query.now_s if query is not None else entered_s, record.policy, record.reason, record.node.name,
-        record.node.island, record.considered, record.tokens, round(record.cached), record.price,
-    )  # fmt: skip
+class TraceSampling:
+    """Decides which requests are traced, and begins their traces.
 
+    no valid `traceparent`     recorded with the probability `sample_ratio`
+    with the sampled flag      recorded, up to `max_client_traces_per_s`; above, nodes get it without the flag
+    without the flag           not recorded; the header passes unchanged
 
-# Decides which requests are traced, and begins their traces.
-#
-#     no valid `traceparent`     recorded with the probability `sample_ratio`
-#     with the sampled flag      recorded, up to `max_client_traces_per_s`; above, nodes get it without the flag
-#     without the flag           not recorded; the header passes unchanged
-#
-# So a client that sets the flag on every request cannot overload the exporter, the engines' exporters or the collector.
+    So a client that sets the flag on every request cannot overload the exporter, the engines' exporters or the
+    collector.
+    """
 
-log = EventLog("warmroute.tracing")
-
-
-class Tracing:
-    def __init__(
-        self,
-        config: TracingConfig,
-        counters: Counters,
-        export: Callable[[EndedTrace], object],
-        is_served: Callable[[str], bool],
-        now: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """`export` takes over a trace that has ended. `is_served`: whether a node serves this model."""
-        self._counters = counters
-        self._export = export
-        self._is_served = is_served
+    def __init__(self, config: TracingConfig, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
         random = Random()
         self._random, self.random_bits = random.random, random.getrandbits
+        self.limited = 0
+        """Requests that were not traced although their client asked for it."""
         self.reconfigure(config)
 
     def reconfigure(self, config: TracingConfig) -> None:
@@ -318,7 +174,7 @@ class Tracing:
         self._refilled_s = self._now()
         self._limit_logged = False
 
-    def begin(self, fields: bytes, path: bytes, started_s: float) -> RequestTrace | bytes | None:
+    def begin(self, fields: bytes, path: bytes, started_s: float) -> EdgeTrace | bytes | None:
         """Return the trace of a request, if it is recorded, else the header lines for its node; None if they are still
         `fields`, those of the client."""
         may_have_context = b"trace" in fields.lower()
@@ -328,22 +184,15 @@ class Tracing:
                 fields = without_context(fields)
             if self._random() >= self._sample_ratio:
                 return new_unsampled_context(self.random_bits, fields)
-            return self._record(new_trace(self.random_bits), b"", b"", fields, path, started_s)
+            return EdgeTrace(self.random_bits, new_trace(self.random_bits), b"", b"", fields, path, started_s)
         if not parent.sampled:
             return None
         recorded = self._take_client_trace()
         own, tracestate = parent.child(new_span_id(self.random_bits), recorded), read_tracestate(fields)
         fields = without_traceparent(fields)
         if recorded:
-            return self._record(own, parent.span_id, tracestate, fields, path, started_s)
+            return EdgeTrace(self.random_bits, own, parent.span_id, tracestate, fields, path, started_s)
         return fields + own.header_line()
-
-    def _record(
-        self, own: TraceContext, parent_id: bytes, tracestate: bytes, fields: bytes, path: bytes, started_s: float
-    ) -> RequestTrace:
-        return RequestTrace(
-            self._export, self.random_bits, self._is_served, own, parent_id, tracestate, fields, path, started_s
-        )
 
     def _take_client_trace(self) -> bool:
         """Return whether clients may start another trace now: a token bucket that holds one second's traces."""
@@ -354,7 +203,7 @@ class Tracing:
         if self._client_traces_left >= 1.0:
             self._client_traces_left -= 1.0
             return True
-        self._counters.traces_limited += 1
+        self.limited += 1
         if not self._limit_logged and per_s:
             self._limit_logged = True
             log.warning(

@@ -1,4 +1,19 @@
-"""Which engine a node runs, and the file of that engine."""
+"""What the engines say: which engine a node runs, its load, its KV events, its KV transfers; discovery of nodes.
+
+    vllm.py, sglang.py, trtllm.py   all that is special about one engine
+    node_watcher.py        health, models, load and events of each node, read with jitter
+    kv_events.py           KV events: payloads, gaps, restarts, applied to a node's cache; no I/O
+    kv_subscription.py     where a node publishes them, and a connection for each rank; zmtp.py is ZMQ's protocol
+    block_reports.py       the same by push, for engines without KV events
+    discovery/             nodes that somebody else starts: files, DNS, Kubernetes
+
+To add an engine, write a file like vllm.py: `parse_load` and `MARKERS` for its metrics page, and a KvTransfer
+(core/messages.py) if it can prefill for other nodes. Name it in `_ENGINES` and `KV_TRANSFERS` below, in
+`NodeConfig.engine` and `DiscoveryConfig.engine` (config/nodes.py), in engine_flags.py, in `_OWNERS` of
+app/doctor/answers.py, and in CHAT_ENGINES or TEXT_ENGINES of app/models.py if it has a /tokenize.
+
+This file also reads /v1/models, for all engines: `read_cards` and `parse_model_cards`.
+"""
 
 from __future__ import annotations
 

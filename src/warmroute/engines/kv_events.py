@@ -15,9 +15,8 @@ import msgspec
 from msgspec import Meta, Struct
 from msgspec.structs import astuple
 
-from warmroute._kernel import MAX_BLOCK_TOKENS
 from warmroute.core.node_cache import NEVER_S, EngineHash, NodeCache, Tier
-from warmroute.core.reported_values import MAX_NAME_LENGTH, MAX_TIME_S
+from warmroute.core.reported_values import MAX_BLOCK_TOKENS, MAX_NAME_LENGTH, MAX_TIME_S
 from warmroute.event_log import EventLog
 
 # KV event types, and decoding of the payloads that vLLM and SGLang publish. No I/O.

@@ -1,4 +1,7 @@
-"""Watches the nodes: health checks, models, load reports and KV events, each node in its own tasks, with jitter."""
+"""Watches the nodes: health checks, models, load reports and KV events, each node in its own tasks, with jitter.
+
+It only asks: engines/__init__.py reads the answers of /v1/models and of the metrics page.
+"""
 
 from __future__ import annotations
 

@@ -6,7 +6,8 @@ from collections.abc import Container, Mapping
 
 import msgspec
 
-from warmroute.core.node import EngineCounters, LoadReport, Node
+from warmroute.core.messages import NodeRow
+from warmroute.core.node import EngineCounters, LoadReport
 from warmroute.engines.prometheus_page import counter, labels, less, mean, samples, total, whole_number
 
 # Reads SGLang's metrics page.
@@ -62,11 +63,11 @@ def _page_size(page: bytes) -> int:
 
 
 class SglangKvTransfer:
-    def prefill_fields(self, fields: Container[str], prefill_node: Node, room: int) -> Mapping[str, bytes]:
+    def prefill_fields(self, fields: Container[str], prefill_node: NodeRow, room: int) -> Mapping[str, bytes]:
         return self._fields(prefill_node, room)
 
     def decode_fields(
-        self, fields: Container[str], prefill_node: Node, room: int, transfer: bytes | None
+        self, fields: Container[str], prefill_node: NodeRow, room: int, transfer: bytes | None
     ) -> Mapping[str, bytes]:
         return self._fields(prefill_node, room)
 
@@ -74,10 +75,10 @@ class SglangKvTransfer:
         return b"{}"
 
     @staticmethod
-    def _fields(prefill_node: Node, room: int) -> Mapping[str, bytes]:
+    def _fields(prefill_node: NodeRow, room: int) -> Mapping[str, bytes]:
         host = prefill_node.host
         return {
             "bootstrap_host": msgspec.json.encode(f"[{host}]" if ":" in host else host),
-            "bootstrap_port": b"%d" % prefill_node.config.bootstrap_port,
+            "bootstrap_port": b"%d" % prefill_node.bootstrap_port,
             "bootstrap_room": b"%d" % room,
         }

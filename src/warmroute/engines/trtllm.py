@@ -8,11 +8,10 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import Meta
 
-from warmroute._kernel import MAX_BLOCK_TOKENS
-from warmroute.core.messages import MAX_PARAMETERS_BYTES
-from warmroute.core.node import EngineCounters, LoadReport, Node
+from warmroute.core.messages import MAX_PARAMETERS_BYTES, NodeRow
+from warmroute.core.node import EngineCounters, LoadReport
 from warmroute.core.node_cache import EngineHash
-from warmroute.core.reported_values import MAX_RANKS, MAX_SEQUENCE_NUMBER, decode_json
+from warmroute.core.reported_values import MAX_BLOCK_TOKENS, MAX_RANKS, MAX_SEQUENCE_NUMBER, decode_json
 from warmroute.engines.kv_events import BadPayload, BlockRemoved, BlockStored, Event
 from warmroute.engines.prometheus_page import counter, less, mean, total
 
@@ -213,14 +212,14 @@ class _Transfer(msgspec.Struct):
 
 
 class TrtllmKvTransfer:
-    def prefill_fields(self, fields: Container[str], prefill_node: Node, room: int) -> Mapping[str, bytes]:
+    def prefill_fields(self, fields: Container[str], prefill_node: NodeRow, room: int) -> Mapping[str, bytes]:
         values = {"disaggregated_params": _CONTEXT_ONLY, "stream": b"false"}
         if "stream_options" in fields:
             values["stream_options"] = b"null"
         return values
 
     def decode_fields(
-        self, fields: Container[str], prefill_node: Node, room: int, transfer: bytes | None
+        self, fields: Container[str], prefill_node: NodeRow, room: int, transfer: bytes | None
     ) -> Mapping[str, bytes]:
         if transfer is None:
             return {}

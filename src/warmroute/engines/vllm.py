@@ -7,8 +7,8 @@ from typing import Final
 
 import msgspec
 
-from warmroute.core.messages import MAX_PARAMETERS_BYTES
-from warmroute.core.node import EngineCounters, LoadReport, Node
+from warmroute.core.messages import MAX_PARAMETERS_BYTES, NodeRow
+from warmroute.core.node import EngineCounters, LoadReport
 from warmroute.engines.prometheus_page import counter, labels, latest_labels, mean, split_names, total, whole_number
 
 # Reads vLLM's metrics page.
@@ -74,11 +74,11 @@ class _Response(msgspec.Struct):
 
 
 class VllmKvTransfer:
-    def prefill_fields(self, fields: Container[str], prefill_node: Node, room: int) -> Mapping[str, bytes]:
+    def prefill_fields(self, fields: Container[str], prefill_node: NodeRow, room: int) -> Mapping[str, bytes]:
         return {"kv_transfer_params": _DO_REMOTE_DECODE, **one_token_fields(fields)}
 
     def decode_fields(
-        self, fields: Container[str], prefill_node: Node, room: int, transfer: bytes | None
+        self, fields: Container[str], prefill_node: NodeRow, room: int, transfer: bytes | None
     ) -> Mapping[str, bytes]:
         return {} if transfer is None else {"kv_transfer_params": transfer}
 

@@ -1,9 +1,14 @@
-"""A simulated request: what the edge would do, with the network's delays, and what is measured of it."""
+"""A simulated request: the edge's messages with network delays, and what is measured of it.
+
+The lab is an edge in virtual time. It tells the core what happens to a request, and does what the core commands: over
+the network to a node, through its engine, and back. Which node comes next, tickets and usage are the core's business
+(core/calls.py).
+"""
 
 from __future__ import annotations
 
 from array import array
-from collections import Counter, defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import inf
@@ -13,14 +18,37 @@ import msgspec
 
 from warmroute.config.routing import NORMAL, PRIORITY_NUMBERS, Route, Routes
 from warmroute.core.admission import TICK_S
-from warmroute.core.brain import Dispatcher
-from warmroute.core.calls import Attempts
+from warmroute.core.brain import Brain
 from warmroute.core.demand import good_ttft_ms
-from warmroute.core.messages import Lookup, Outcome, RoutingRequest
-from warmroute.core.node import Node, Ticket
+from warmroute.core.messages import (
+    CLOSED,
+    MOVES,
+    OVERDUE,
+    QUEUE,
+    REFUSED,
+    SILENT,
+    Arrive,
+    Cancel,
+    Command,
+    Due,
+    Ended,
+    Event,
+    Failed,
+    FirstToken,
+    Left,
+    Lookup,
+    Prefilled,
+    Reject,
+    Role,
+    RoutingRequest,
+    Send,
+    Started,
+    Withdraw,
+    Withdrawn,
+)
 from warmroute.core.overdue import CHECK_S
 from warmroute.core.prefill_work import work
-from warmroute.core.rejections import AllNodesFailed, RoutingError
+from warmroute.core.traffic import Counters
 from warmroute.lab.engine.values import EngineRequest, RequestTooLong
 from warmroute.lab.simulated_node import ProcessState, SimulatedNode
 from warmroute.lab.workloads.workload_prompt import Form, WorkloadPrompt, leading_text
@@ -50,9 +78,9 @@ class SimulatedLookup(Lookup, kw_only=True):
 
     def blocks(self, model: str, lora: str, block_size: int) -> bytes:
         key = (model, lora, block_size)
-        found = self._chains.get(key)
+        found = self.chains.get(key)
         if found is None:
-            found = self._chains[key] = array("Q", self.request.blocks(block_size)).tobytes()
+            found = self.chains[key] = array("Q", self.request.blocks(block_size)).tobytes()
         return found
 
 
@@ -227,145 +255,179 @@ class RequestResults:
         return sum(one.finished + one.rejected + one.failed + one.left for one in self.by_priority.values())
 
 
-# A simulated request, and its attempts: which node each of them goes to.
+# A simulated request on its way.
 
 
-class Leg:
-    """One attempt of a simulated request: its way to one node and back."""
+class SimulatedTry:
+    """One sending of a simulated request: its way to one node and back."""
 
-    __slots__ = ("flight", "flow", "live", "node", "prefill_leg", "prefills")
+    __slots__ = ("cached_tokens", "engine_id", "exchange", "flow", "live", "node", "number", "prefills", "source")
 
-    def __init__(
-        self, flight: Flight, node: SimulatedNode, prefills: bool = False, prefill_leg: Leg | None = None
-    ) -> None:
-        """`prefills`: the node only prefills, for another one. `prefill_leg`: whose KV cache the node fetches."""
-        self.prefills = prefills
-        self.prefill_leg = prefill_leg
-        self.flight = flight
-        self.flow = flight.flow
+    def __init__(self, exchange: SimulatedExchange, command: Send, node: SimulatedNode) -> None:
+        self.exchange = exchange
+        self.flow = exchange.flow
+        self.number = command.try_
+        self.engine_id = f"{exchange.id} {command.try_}"
+        """How the node's engine names the request. One node may get it several times."""
         self.node = node
+        self.prefills = command.role is Role.PREFILL
+        """Whether the node only prefills, for another one."""
+        self.source = exchange.tries[command.kv_from] if command.role is Role.DECODE else None
+        """The try whose KV cache the node fetches."""
+        self.cached_tokens = 0
+        """Prompt tokens that the node had cached."""
         self.live = True
-        """Cleared when the attempt has ended. What still comes back from the node is ignored."""
+        """Cleared when the try has ended. What still comes back from the node is ignored."""
 
 
-class Flight:
-    """One simulated request, which drives its attempts in virtual time."""
+class SimulatedExchange:
+    """One simulated request, and what its client has seen of the answer."""
 
     __slots__ = (
-        "arrived_ms", "attempts", "cached_tokens", "first_ms", "flow", "hedge", "leg", "prefill", "prefill_cached",
-        "prompt", "request", "request_id", "results",
+        "arrived_ms", "cached_tokens", "ended", "first_ms", "flow", "prompt", "request", "results", "tries",
     )  # fmt: skip
 
     def __init__(
         self, flow: RequestFlow, prompt: WorkloadPrompt, request: SimulatedRequest, results: RequestResults
     ) -> None:
-        # for its whole life
         self.flow = flow
         self.prompt = prompt
         self.request = request
-        self.request_id = str(request.number)
         self.arrived_ms = flow.calendar.now_ms
         self.results = results
-        self.attempts = Attempts(flow.dispatcher, self, request, self.request_id.encode())
-        # at the current node
-        self.leg: Leg
-        self.hedge: Leg | None = None
-        self.prefill: Leg | None = None
-        self.prefill_cached = 0
-        """Tokens that the prefill node had cached."""
+        self.tries: dict[int, SimulatedTry] = {}
+        """By number, those that have ended included."""
         self.first_ms: float | None = None
+        """When the client had the first token."""
         self.cached_tokens = 0
+        self.ended = False
 
     @property
-    def node(self) -> SimulatedNode:
-        return self.leg.node
+    def id(self) -> int:
+        return self.request.number
 
-    # The driver of its attempts.
-
-    def send(self, node: Node) -> None:
-        self.leg = self.flow.sent(self, node)
-
-    def withdraw(self) -> None:
-        self.flow.withdrawn(self.leg)
-
-    def send_prefill(self, prefill_node: Node, node: Node) -> None:
-        self.leg = self.prefill = self.flow.sent_prefill(self, prefill_node, node)
-
-    def withdraw_prefill(self) -> None:
-        prefill, self.prefill = self.prefill, None
-        if prefill is not None:
-            self.flow.withdrawn(prefill)
-
-    def send_hedge(self, node: Node) -> None:
-        self.hedge = self.flow.sent(self, node)
-
-    def withdraw_hedge(self) -> None:
-        hedge, self.hedge = self.hedge, None
-        if hedge is not None:
-            self.flow.withdrawn(hedge)
-
-    def promote_hedge(self) -> None:
-        assert self.hedge is not None
-        self.leg, self.hedge = self.hedge, None
-
-    def reject(self, why: RoutingError) -> int:
-        self.flow.rejected(self, why)
-        return 0
-
-    def cut(self, why: RoutingError) -> bool:
-        self.flow.withdrawn(self.leg)
-        self.flow.rejected(self, why)
-        return True
-
-    def internal_error(self, error: Exception) -> None:
-        raise error
-
-
-# The life of a simulated request: over the network to the router, to a node, through its engine, and back.
-#
-# Retries, tickets and usage are production's (core/calls.py). Here is only what happens when in virtual time.
 
 PATH = "/v1/chat/completions"
 """The path of every simulated request, as routes see it."""
 TICK_MS = 1000.0 * TICK_S
 CHECK_MS = 1000.0 * CHECK_S
-
-
-class FlowCounters:
-    """Counted over the whole run, warm-up included."""
-
-    def __init__(self) -> None:
-        self.responses: Counter[int] = Counter()
-        self.split_requests: Counter[str] = Counter()
-        self.interrupted = self.disconnects = self.retries = self.hedges = self.hedges_won = 0
+Record = Callable[[RequestResults, WorkloadPrompt, float], None]
 
 
 class RequestFlow:
+    """The edge of one simulated router."""
+
     def __init__(self, world: World, replica: Replica, routes: Routes) -> None:
         self._world = world
         self.replica = replica
         self.calendar = world.calendar
         self._routes = routes
-        self.counters = FlowCounters()
-        self.dispatcher: Dispatcher = Dispatcher(
-            replica.fleet, replica.router, replica.admission, self.counters, None, world.conditions.attempts,
-            lambda: self.calendar.now_s, self.node_freed, self._ticket_closed, replica.hedging,
+        self.counters = Counters()
+        self.brain = Brain(
+            replica.fleet, replica.router, replica.admission, self.counters, max_attempts=world.conditions.attempts,
+            hedging=replica.hedging, keeps_tickets=True,
         )  # fmt: skip
-        self._ticking = self._hedging = False
-        self._freed: dict[Node, None] = {}
-        """Nodes that may have room for queued requests since the callback began that runs now."""
-        self.inflight = 0
-        """Requests that have arrived and not ended."""
-        self._queued: dict[int, Flight] = {}
+        self._exchanges: dict[int, SimulatedExchange] = {}
+        """Requests that have arrived and not ended, by number."""
+        self._queued: dict[int, SimulatedExchange] = {}
         """Requests in the own queue of another router's policy."""
+        self._ticks = self._checks = False
+        """Whether the next look at the queue, or at overdue requests, is in the calendar."""
+
+    @property
+    def inflight(self) -> int:
+        """Requests that have arrived and not ended."""
+        return len(self._exchanges)
+
+    # What the core is told, and what it commands.
+
+    def tell(self, event: Event) -> None:
+        """Tell the core what happened, and do what it commands. What obeying a command causes at once is told before
+        the next command is obeyed."""
+        brain, now_s = self.brain, self.calendar.now_s
+        commands: deque[Command] = deque()
+        ticket_closed = False
+        news: Event | None = event
+        while news is not None or commands:
+            if news is None:
+                news = self._obey(commands.popleft())
+                continue
+            commands.extendleft(reversed(brain.handle(news, now_s)))
+            news = None
+            if brain.last_error is not None:
+                raise RuntimeError("the core failed at a request") from brain.last_error
+            ticket_closed |= self.hear()
+        if ticket_closed:
+            self._leave_queue()
+
+    def hear(self) -> bool:
+        """Tell the policy which tickets the core has opened and closed. Return whether one was closed."""
+        log, closed = self.brain.ticket_log, False
+        if not log:
+            return False
+        nodes, now_ms, replica = self._world.numbered, self.calendar.now_ms, self.replica
+        for call, ticket, opened in log:
+            request, sim = call.request, nodes[ticket.node.number]
+            assert isinstance(request, SimulatedRequest)
+            sim.account_inflight(now_ms)
+            replica.tell_policy("request_sent" if opened else "request_ended", request, sim)
+            closed |= not opened
+        log.clear()
+        return closed
+
+    def fleet_changed(self) -> None:
+        """The health of a node has changed, or a node left or has room: requests may move."""
+        if self.brain.due_now:
+            self.tell(Due(MOVES))
+
+    def _obey(self, command: Command) -> Event | None:
+        """Do what the core commands. Return what comes of it at once."""
+        exchange = self._exchanges.get(command.id)
+        if exchange is None:
+            return None
+        if isinstance(command, Send):
+            self._send(exchange, command)
+        elif isinstance(command, Withdraw):
+            self._withdraw(exchange.tries[command.try_])
+            return Withdrawn(command.id, command.try_)
+        elif isinstance(command, Reject):
+            self._withdraw_all(exchange)
+            self._end(exchange, RequestResults.failed if command.status == 502 else RequestResults.rejected)
+        else:
+            self._withdraw_all(exchange)
+            self._end(exchange, RequestResults.rejected)
+            return Cancel(command.id, Left.CUT)
+        return None
+
+    def _send(self, exchange: SimulatedExchange, command: Send) -> None:
+        world, now_ms = self._world, self.calendar.now_ms
+        sim = world.numbered[command.node]
+        one = exchange.tries[command.try_] = SimulatedTry(exchange, command, sim)
+        sim.account_inflight(now_ms)
+        sim.requests += 1
+        if not one.prefills and self.brain.open[exchange.id].tried > 1:
+            exchange.results.retries += 1
+        if one.source is None:
+            world.request_sent(exchange, sim)
+        self.calendar.at(now_ms + sim.one_way_ms, self._reach, one)
+
+    def _withdraw(self, one: SimulatedTry) -> None:
+        """The router gave up this try: the engine stops when it learns of it."""
+        if one.live:
+            one.live = False
+            self.calendar.after(one.node.one_way_ms, self._abort, one)
+
+    def _withdraw_all(self, exchange: SimulatedExchange, but: SimulatedTry | None = None) -> None:
+        for one in exchange.tries.values():
+            if one is not but:
+                self._withdraw(one)
 
     # At the router.
 
-    def arrive(self, prompt: WorkloadPrompt) -> Flight | None:
+    def arrive(self, prompt: WorkloadPrompt) -> SimulatedExchange | None:
         """A request reaches the router. Return None where it is rejected at once."""
-        world, replica, now_ms = self._world, self.replica, self.calendar.now_ms
+        world, now_ms = self._world, self.calendar.now_ms
         number = world.arrivals - 1
-        self.inflight += 1
         world.results.arrived(prompt, now_ms)
         conditions = world.conditions
         isolated = f"tenant-{number % conditions.tenants}" if conditions.tenants else ""
@@ -373,172 +435,105 @@ class RequestFlow:
         request = simulated_request(
             prompt, number, conditions.form, route, now_ms / 1000.0, isolated, conditions.streams
         )
-        flight = Flight(self, prompt, request, world.results)
-        if replica.listener.queues(request, now_ms / 1000.0):
-            self._queued[request.number] = flight
-        elif not self._enter(flight):
-            return None
+        exchange = self._exchanges[number] = SimulatedExchange(self, prompt, request, world.results)
+        if self.replica.listener.queues(request, now_ms / 1000.0):
+            self._queued[number] = exchange
+        else:
+            self._enter(exchange)
+            if exchange.ended:
+                return None
         if prompt.patience_ms is not None:
-            self.calendar.after(prompt.patience_ms, self._lose_patience, flight)
-        if (replica.admission.queue.waiting or self.dispatcher.deadlines.watched) and not self._ticking:
-            self._ticking = True
+            self.calendar.after(prompt.patience_ms, self._lose_patience, exchange)
+        if not self._ticks and self.brain.queue_due_s < inf:
+            self._ticks = True
             self.calendar.after(TICK_MS, self._tick)
-        if not self._hedging:
-            self._hedging = True
-            self.calendar.after(CHECK_MS, self._hedge)
-        return flight
+        if not self._checks:
+            self._checks = True
+            self.calendar.after(CHECK_MS, self._check)
+        return exchange
 
-    def _enter(self, flight: Flight) -> bool:
-        """Ask admission for a node. Return whether the request was not rejected at once."""
-        request, replica, now_s = flight.request, self.replica, self.calendar.now_s
+    def _enter(self, exchange: SimulatedExchange) -> None:
+        """Ask the core for a node."""
+        request, replica = exchange.request, self.replica
         wanted = (
             replica.router.policy_of(request).wants_tokens
             and request.prompt_tokens >= replica.cache_view.config.min_prompt_tokens
         )
-        try:
-            flight.attempts.enter(request.lookup() if wanted else None, request.prompt_tokens, now_s)
-        except RoutingError as why:
-            self.rejected(flight, why)
-            return False
-        return True
+        lookup = request.lookup() if wanted else None
+        self.tell(Arrive(exchange.id, b"%d" % exchange.id, request, lookup, request.prompt_tokens))
 
     def _leave_queue(self) -> None:
         """Send what the policy lets out of its own queue."""
         while self._queued and (request := self.replica.listener.next_queued(self.calendar.now_s)) is not None:
             self._enter(self._queued.pop(request.number))
 
-    def _hedge(self) -> None:
-        self._hedging = bool(self.dispatcher.waiting)
-        if self._hedging:
-            self.dispatcher.tick(self.calendar.now_s)
-            self.calendar.after(CHECK_MS, self._hedge)
-
     def _tick(self) -> None:
-        replica, at = self.replica, self.replica.index
-        deadlines = self.dispatcher.deadlines
-        self._ticking = bool(replica.admission.queue.waiting or replica.fleet.islands.has_queues or deadlines.watched)
-        if self._ticking:
-            nodes = (sim.views[at] for sim in list(self._world.nodes.values()))
-            replica.admission.tick(nodes, self.calendar.now_s)
-            deadlines.check(self.calendar.now_s)
+        self.tell(Due(QUEUE))
+        self._ticks = self.brain.queue_due_s < inf
+        if self._ticks:
             self.calendar.after(TICK_MS, self._tick)
 
-    def node_freed(self, node: Node, _now_s: float) -> None:
-        """Look at the queue once for all that happens now, when a request that failed has its next node."""
-        if not self._freed:
-            self.calendar.afterwards(self._fill)
-        self._freed[node] = None
+    def _check(self) -> None:
+        self.tell(Due(OVERDUE))
+        self._checks = self.brain.overdue_due_s < inf
+        if self._checks:
+            self.calendar.after(CHECK_MS, self._check)
 
-    def _fill(self) -> None:
-        freed, self._freed = self._freed, {}
-        if self.replica.admission.queue.waiting:
-            self.replica.admission.nodes_freed(freed, self.calendar.now_s)
-
-    def sent(self, flight: Flight, node: Node) -> Leg:
-        """The router opened a ticket on the node and sends the request there."""
-        world, now_ms = self._world, self.calendar.now_ms
-        sim = world.nodes[node.name]
-        sim.account_inflight(now_ms)
-        sim.requests += 1
-        split = flight.attempts.split
-        transfers = split is not None and split.prefill_node is not None
-        leg = Leg(flight, sim, prefill_leg=flight.prefill if transfers else None)
-        if flight.attempts.tried > 1:
-            flight.results.retries += 1
-        if not transfers:
-            world.request_sent(flight, sim)
-        self.calendar.at(now_ms + sim.one_way_ms, self._reach, leg)
-        return leg
-
-    def sent_prefill(self, flight: Flight, prefill_node: Node, node: Node) -> Leg:
-        """The router opened tickets on both nodes, and sends the request to the one that prefills."""
-        world, now_ms = self._world, self.calendar.now_ms
-        sim = world.nodes[prefill_node.name]
-        for one in (sim, world.nodes[node.name]):
-            one.account_inflight(now_ms)
-            world.request_sent(flight, one)
-        sim.requests += 1
-        leg = Leg(flight, sim, prefills=True)
-        self.calendar.at(now_ms + sim.one_way_ms, self._reach, leg)
-        return leg
-
-    def withdrawn(self, leg: Leg) -> None:
-        """The router gave up this attempt: the engine stops when it learns of it."""
-        if leg.live:
-            leg.live = False
-            self.calendar.after(leg.node.one_way_ms, self._abort, leg)
-
-    def _ticket_closed(self, attempts: Attempts, ticket: Ticket, now_s: float) -> None:
-        flight = attempts.driver
-        assert isinstance(flight, Flight)
-        world, node = self._world, ticket.node
-        sim = flight.node if node in flight.node.views else world.nodes.get(node.name)
-        if sim is not None:
-            sim.account_inflight(self.calendar.now_ms)
-            self.replica.request_ended(flight.request, sim)
+    def _lose_patience(self, exchange: SimulatedExchange) -> None:
+        if exchange.ended or exchange.first_ms is not None:
+            return
+        if self._queued.pop(exchange.id, None) is not None:
+            self.replica.listener.client_left(exchange.request)
         else:
-            self.replica.listener.request_ended(flight.request, node, now_s)
-        if self._queued:
-            self._leave_queue()
-
-    def rejected(self, flight: Flight, why: RoutingError) -> None:
-        failed = isinstance(why, AllNodesFailed)
-        self._end(flight, RequestResults.failed if failed else RequestResults.rejected)
+            self._withdraw_all(exchange)
+            self.tell(Cancel(exchange.id, Left.LEFT))
+        self._end(exchange, RequestResults.left)
 
     # At the node.
 
-    def _reach(self, leg: Leg) -> None:
-        if not leg.live:
+    def _reach(self, one: SimulatedTry) -> None:
+        if not one.live:
             return
-        sim = leg.node
+        sim = one.node
         if sim.state is ProcessState.DEAD:
-            self.calendar.after(sim.one_way_ms, self._connection_refused, leg)
-            return
-        if sim.state is ProcessState.HANGING:
-            self.time_out_later(leg)
-            return
-        if leg.prefill_leg is not None:
-            self._transfer(leg, leg.prefill_leg)
+            self.calendar.after(sim.one_way_ms, self.failed, one, REFUSED, "connection refused")
+        elif sim.state is ProcessState.HANGING:
+            self.time_out_later(one)
+        elif one.source is not None:
+            self._transfer(one, one.source)
         else:
-            self._submit(leg, 0)
+            self._submit(one, 0)
 
-    def _transfer(self, leg: Leg, prefill_leg: Leg) -> None:
+    def _transfer(self, one: SimulatedTry, prefill: SimulatedTry) -> None:
         """Fetch the KV tokens that the node lacks from its prefill node, after the transfers that began before."""
-        sim, source, conditions = leg.node, prefill_leg.node, self._world.conditions
-        prompt, now_ms = leg.flight.prompt, self.calendar.now_ms
+        sim, source, conditions = one.node, prefill.node, self._world.conditions
+        prompt, now_ms = one.exchange.prompt, self.calendar.now_ms
         if source.state is not ProcessState.SERVING:
-            self.calendar.after(sim.one_way_ms, self._transfer_failed, leg)
+            self.calendar.after(sim.one_way_ms, self.failed, one, 500, "the KV cache is gone")
             return
         block_size = sim.spec.block_size
-        hashes = leg.flight.request.blocks(block_size)
+        hashes = one.exchange.request.blocks(block_size)
         cached = len(sim.engine.scheduler.pool.match(hashes, len(hashes))) * block_size
         missing = max(0, prompt.prompt_tokens - cached)
         megabytes = missing * sim.spec.profile.kv_bytes_per_token / 1e6
         source.link_free_ms = max(source.link_free_ms, now_ms) + megabytes / conditions.kv_gigabytes_per_s
-        self.calendar.at(source.link_free_ms + conditions.kv_latency_ms, self._submit, leg, prompt.prompt_tokens)
+        self.calendar.at(source.link_free_ms + conditions.kv_latency_ms, self._submit, one, prompt.prompt_tokens)
 
-    def _transfer_failed(self, leg: Leg) -> None:
-        split = leg.flight.attempts.split
-        if leg.live and split is not None:
-            leg.live = False
-            split.transfer_failed("the KV cache is gone", self.calendar.now_s)
-
-    def _submit(self, leg: Leg, remote_tokens: int) -> None:
+    def _submit(self, one: SimulatedTry, remote_tokens: int) -> None:
         """Give a request to its engine. `remote_tokens`: those that it does not have to prefill."""
-        flight, sim = leg.flight, leg.node
-        if not leg.live:
+        exchange, sim = one.exchange, one.node
+        if not one.live:
             return
         if sim.state is not ProcessState.SERVING:  # it stopped during the transfer
-            self.calendar.after(sim.one_way_ms, self.node_failed, leg, "the node died")
+            self.calendar.after(sim.one_way_ms, self.failed, one, CLOSED, "the node died")
             return
-        prompt = flight.prompt
-        request_id = f"{flight.request_id} prefill" if leg.prefills else flight.request_id
+        prompt = exchange.prompt
         request = EngineRequest(
-            request_id,
+            one.engine_id,
             prompt.prompt_tokens,
-            1 if leg.prefills else prompt.output_tokens,
+            1 if one.prefills else prompt.output_tokens,
             prompt.blocks.content(sim.spec.block_size),
-            flight.request.priority - NORMAL,
+            exchange.request.priority - NORMAL,
             prompt.lora_name,
             prompt.cache_salt,
             remote_tokens=remote_tokens,
@@ -546,143 +541,92 @@ class RequestFlow:
         try:
             sim.engine.submit(request, self.calendar.now_ms)
         except RequestTooLong:
-            self.calendar.after(sim.one_way_ms, self._too_long, leg)
+            self.calendar.after(sim.one_way_ms, self._too_long, one)
             return
-        sim.flights[request_id] = leg
+        sim.tries[one.engine_id] = one
         self._world.arm(sim)
+
+    def _abort(self, one: SimulatedTry) -> None:
+        sim = one.node
+        if sim.tries.get(one.engine_id) is one:
+            sim.engine.abort(one.engine_id, self.calendar.now_ms)
+            self._world.arm(sim)
 
     # Back at the router.
 
-    def first_token(self, leg: Leg, cached_tokens: int) -> None:
-        if not leg.live:
+    def first_token(self, one: SimulatedTry, cached_tokens: int) -> None:
+        if not one.live:
             return
-        flight = leg.flight
-        if leg.prefills:
-            flight.prefill_cached = cached_tokens
-            self.replica.first_token(flight.request, leg.node, cached_tokens)
+        exchange = one.exchange
+        one.cached_tokens = cached_tokens
+        if one.prefills:
+            self.replica.tell_policy("first_token", exchange.request, one.node, cached_tokens)
             return
-        if leg.prefill_leg is not None:
-            cached_tokens = flight.prefill_cached
-        flight.cached_tokens = cached_tokens
-        if flight.request.streams:
-            self._response_started(leg)
+        exchange.cached_tokens = cached_tokens if one.source is None else one.source.cached_tokens
+        if exchange.request.streams:
+            self._response_started(one)
 
-    def _response_started(self, leg: Leg) -> None:
-        flight, now_ms = leg.flight, self.calendar.now_ms
-        cached_tokens = flight.cached_tokens
-        if leg is flight.hedge:
-            flight.attempts.hedge_started(200, None, now_ms / 1000.0)
-        else:
-            flight.attempts.response_started(200, None, now_ms / 1000.0)
-        flight.first_ms = now_ms
-        flight.results.first_token(flight.prompt, flight.arrived_ms, cached_tokens, now_ms)
-        self.replica.first_token(flight.request, leg.node, cached_tokens)
-        flight.attempts.first_token(now_ms / 1000.0)
-        if self._queued:
-            self._leave_queue()
+    def _response_started(self, one: SimulatedTry) -> None:
+        """The client has the first token, or the whole answer if it is not streamed."""
+        exchange, now_ms = one.exchange, self.calendar.now_ms
+        self._withdraw_all(exchange, but=one)
+        exchange.first_ms = now_ms
+        exchange.results.first_token(exchange.prompt, exchange.arrived_ms, exchange.cached_tokens, now_ms)
+        self.replica.tell_policy("first_token", exchange.request, one.node, exchange.cached_tokens)
+        # One after the other: where a hedge has won, its node's rival may go down, and other requests leave it first.
+        self.tell(Started(exchange.id, one.number, 200))
+        self.tell(FirstToken(exchange.id, one.number, 200))
+        self._leave_queue()
 
-    def answered(self, leg: Leg) -> None:
-        if not leg.live:
+    def answered(self, one: SimulatedTry) -> None:
+        if not one.live:
             return
-        flight = leg.flight
-        prompt = flight.prompt
-        if not leg.prefills and not flight.request.streams:
-            self._response_started(leg)
-        leg.live = False
-        if leg.prefills:
-            split = flight.attempts.split
-            assert split is not None
-            split.prefill_ended(True, (prompt.prompt_tokens, flight.prefill_cached, 1), self.calendar.now_s)
+        exchange = one.exchange
+        prompt, now_s = exchange.prompt, self.calendar.now_s
+        if one.prefills:
+            one.live = False
+            usage = (prompt.prompt_tokens, one.cached_tokens, 1)
+            self.tell(Prefilled(exchange.id, one.number, True, False, usage))
             return
-        cached = prompt.prompt_tokens if "usage" in leg.node.spec.misreports else flight.cached_tokens
-        flight.attempts.response_ended((prompt.prompt_tokens, cached, prompt.output_tokens), self.calendar.now_s)
-        self._end(flight, None)
+        if not exchange.request.streams:
+            self._response_started(one)
+        one.live = False
+        cached = prompt.prompt_tokens if "usage" in one.node.spec.misreports else exchange.cached_tokens
+        self.tell(Ended(exchange.id, one.number, 200, now_s, (prompt.prompt_tokens, cached, prompt.output_tokens)))
+        self._end(exchange, None)
 
-    def _too_long(self, leg: Leg) -> None:
-        if leg.live:
-            flight, now_s = leg.flight, self.calendar.now_s
-            if leg.prefills:
-                self._prefill_failed(leg, Outcome.REJECTED, "the prompt is too long")
-                return
-            if leg is flight.hedge:
-                flight.attempts.hedge_started(400, None, now_s)
-            else:
-                flight.attempts.response_started(400, None, now_s)
-            leg.live = False
-            flight.attempts.response_ended(None, now_s)
-            self._end(flight, RequestResults.rejected)
+    def _too_long(self, one: SimulatedTry) -> None:
+        """The engine rejects the request. Of a pair, the decode node then gets it alone."""
+        if one.prefills or one.source is not None:
+            self.failed(one, 400, "the prompt is too long")
+        elif one.live:
+            exchange = one.exchange
+            one.live = False
+            self._withdraw_all(exchange)
+            self.tell(Ended(exchange.id, one.number, 400, self.calendar.now_s, None))
+            self._end(exchange, RequestResults.rejected)
 
-    def _connection_refused(self, leg: Leg) -> None:
-        if leg.live:
-            leg.live = False
-            flight, refused, now_s = leg.flight, "connection refused", self.calendar.now_s
-            if leg.prefills:
-                assert flight.attempts.split is not None
-                flight.attempts.split.prefill_refused(refused, now_s)
-                return
-            if flight.attempts.split is not None:
-                flight.attempts.split.decode_sent = False
-            if leg is flight.hedge:
-                flight.hedge = None
-                flight.attempts.hedge_refused(refused, now_s)
-            else:
-                flight.attempts.connection_refused(refused, now_s)
-
-    def time_out_later(self, leg: Leg) -> None:
+    def time_out_later(self, one: SimulatedTry) -> None:
         timeout_ms = self._world.conditions.first_byte_timeout_s * 1000.0
-        self.calendar.after(timeout_ms, self.node_failed, leg, "the node does not answer")
+        self.calendar.after(timeout_ms, self.failed, one, SILENT, "the node does not answer")
 
-    def node_failed(self, leg: Leg, reason: str) -> None:
-        if not leg.live:
-            return
-        if leg.prefills:
-            self._prefill_failed(leg, Outcome.FAILED, reason)
-            return
-        leg.live = False
-        flight, now_s = leg.flight, self.calendar.now_s
-        if leg is flight.hedge:
-            flight.hedge = None
-            flight.attempts.hedge_failed(Outcome.FAILED, reason, now_s)
-        elif flight.first_ms is None:
-            flight.attempts.node_failed(Outcome.FAILED, reason, now_s)
-        else:
-            flight.attempts.response_broke(reason, now_s)
-            self._end(flight, RequestResults.failed)
+    def failed(self, one: SimulatedTry, status: int, reason: str) -> None:
+        if one.live:
+            one.live = False
+            exchange = one.exchange
+            broke = exchange.first_ms is not None
+            self.tell(Failed(exchange.id, one.number, status, reason, broke=broke))
+            if broke:
+                self._end(exchange, RequestResults.failed)
 
-    def _prefill_failed(self, leg: Leg, outcome: Outcome, reason: str) -> None:
-        leg.live = False
-        split = leg.flight.attempts.split
-        if split is not None:
-            split.prefill_failed(outcome, reason, self.calendar.now_s)
-
-    def _lose_patience(self, flight: Flight) -> None:
-        attempts = flight.attempts
-        if attempts.done or flight.first_ms is not None:
-            return
-        if self._queued.pop(flight.request.number, None) is not None:
-            self.replica.listener.client_left(flight.request)
-            self._end(flight, RequestResults.left)
-            return
-        attempts.client_left(self.calendar.now_s)
-        self._end(flight, RequestResults.left)
-        if attempts.tried:
-            self.withdrawn(flight.leg)
-
-    def _abort(self, leg: Leg) -> None:
-        sim, request_id = leg.node, leg.flight.request_id
-        if leg.prefills:
-            request_id += " prefill"
-        if sim.flights.get(request_id) is leg:
-            sim.engine.abort(request_id, self.calendar.now_ms)
-            self._world.arm(sim)
-
-    def _end(self, flight: Flight, record: Callable[[RequestResults, WorkloadPrompt, float], None] | None) -> None:
+    def _end(self, exchange: SimulatedExchange, record: Record | None) -> None:
         """The request has ended: with an answer (None), or as `record` says."""
-        self.inflight -= 1
+        del self._exchanges[exchange.id]
+        exchange.ended = True
         now_ms = self.calendar.now_ms
         if record is None:
-            assert flight.first_ms is not None
-            flight.results.finished(flight.prompt, flight.arrived_ms, flight.first_ms, now_ms)
+            assert exchange.first_ms is not None
+            exchange.results.finished(exchange.prompt, exchange.arrived_ms, exchange.first_ms, now_ms)
         else:
-            record(flight.results, flight.prompt, now_ms)
-        self._world.request_ended(flight, answered=record is None)
+            record(exchange.results, exchange.prompt, now_ms)
+        self._world.request_ended(exchange, answered=record is None)

@@ -12,6 +12,7 @@ from warmroute.core.cluster.messages import FULL_S
 from warmroute.core.cluster.publish_timing import PublishTiming
 
 if TYPE_CHECKING:
+    from warmroute.lab.request_flow import RequestFlow
     from warmroute.lab.simulated_router import Replica
     from warmroute.lab.world import World
 
@@ -21,19 +22,21 @@ class SimulatedCluster:
         self._calendar = world.calendar
         self._conditions = world.conditions
         self._random = Random(f"{world.conditions.seed} cluster")
+        self._flows = [replica.requests for replica in world.replicas]
         self.sent = self.sent_bytes = 0
         self.states = [self._join(replica) for replica in world.replicas]
 
     def _join(self, replica: Replica) -> ClusterState:
-        calendar = self._calendar
+        calendar, flow = self._calendar, replica.requests
         timing = PublishTiming(lambda: calendar.now_s, lambda delay_s: calendar.after(1000.0 * delay_s, publish))
         name = f"router-{replica.index}"
-        state = ClusterState(name, replica.requests.dispatcher, replica.cache_view, timing.changed)
+        state = ClusterState(name, flow.brain, replica.cache_view, timing.changed)
         link = _Link(self, state)
 
         def publish() -> None:
             timing.published()
             state.publish(link, calendar.now_s)
+            flow.fleet_changed()
 
         def publish_regularly() -> None:
             timing.changed()
@@ -49,12 +52,13 @@ class SimulatedCluster:
         self.sent_bytes += len(message)
         if any(begin_s <= now_s < end_s for begin_s, end_s in conditions.partitions):
             return
-        for state in self.states:
+        for flow, state in zip(self._flows, self.states, strict=True):
             if state is not sender and not (conditions.sync_loss and self._random.random() < conditions.sync_loss):
-                self._calendar.after(conditions.sync_lag_ms, self._arrive, state, message)
+                self._calendar.after(conditions.sync_lag_ms, self._arrive, flow, state, message)
 
-    def _arrive(self, state: ClusterState, message: bytes) -> None:
+    def _arrive(self, flow: RequestFlow, state: ClusterState, message: bytes) -> None:
         state.receive(message, self._calendar.now_s)
+        flow.fleet_changed()
 
 
 class _Link:

@@ -20,7 +20,7 @@ from warmroute.lab.engine.values import EngineConfig, EngineStats
 from warmroute.lab.workloads.workload_prompt import Form
 
 if TYPE_CHECKING:
-    from warmroute.lab.request_flow import Leg
+    from warmroute.lab.request_flow import SimulatedTry
 
 
 # The conditions of a simulation: network delays, and polls and KV events that are late or lost.
@@ -167,7 +167,7 @@ class SimulatedNode:
         self.engine: EngineCore
         self.next_event_sequence = 0
         self.wakes_at_ms = math.inf
-        self.flights: dict[str, Leg] = {}
+        self.tries: dict[str, SimulatedTry] = {}
         """Requests in its engine, by id."""
         self.link_free_ms = 0.0
         """When the last KV transfer from this node ends."""
@@ -190,13 +190,13 @@ class SimulatedNode:
         self.incarnation_stats.append(self.engine.stats)
         self.next_event_sequence = 0
         self.wakes_at_ms = math.inf
-        self.flights = {}
+        self.tries = {}
 
-    def stop(self, state: ProcessState) -> list[Leg]:
+    def stop(self, state: ProcessState) -> list[SimulatedTry]:
         """Stop the process, and return the requests that it had."""
-        flights = list(self.flights.values())
-        self.state, self.wakes_at_ms, self.flights = state, math.inf, {}
-        return flights
+        tries = list(self.tries.values())
+        self.state, self.wakes_at_ms, self.tries = state, math.inf, {}
+        return tries
 
     @property
     def inflight(self) -> int:
@@ -250,7 +250,6 @@ class Calendar:
         self.now_ms = 0.0
         self._count = 0
         self._heap: list[tuple[float, int, int, Callable[..., object], tuple[Any, ...]]] = []
-        self._afterwards: list[Callable[[], object]] = []
 
     @property
     def now_s(self) -> float:
@@ -273,10 +272,6 @@ class Calendar:
         self._count += 1
         heapq.heappush(self._heap, (at_ms, order, self._count, do, args))
 
-    def afterwards(self, do: Callable[[], object]) -> None:
-        """Call `do` when the callback that runs now has ended, before anything else of the same time."""
-        self._afterwards.append(do)
-
     def run(self, wanted: Callable[[], bool] = lambda: True, until_ms: float = inf) -> None:
         """Run the scheduled callbacks, up to and including `until_ms`, while `wanted()` is true."""
         heap, pop = self._heap, heapq.heappop
@@ -284,7 +279,5 @@ class Calendar:
             at_ms, _, _, do, args = pop(heap)
             self.now_ms = at_ms
             do(*args)
-            while self._afterwards:
-                self._afterwards.pop(0)()
         if until_ms < inf:
             self.now_ms = max(self.now_ms, until_ms)

@@ -23,7 +23,7 @@ from warmroute.core.output_length import OutputLengthEstimate
 from warmroute.core.policies.price import PricePolicy
 from warmroute.core.policy import Policy
 from warmroute.core.queue_order import QueueOrder
-from warmroute.core.rejections import RoutingError
+from warmroute.core.rejections import NodeQueuesFull
 from warmroute.core.router import Router
 from warmroute.core.routing_context import Query
 from warmroute.engines.kv_events import (
@@ -66,21 +66,20 @@ class Polls:
         world, conditions = self._world, self._conditions
         if sim.node.name not in world.nodes:
             return
-        calendar, fleet, node = world.calendar, self._replica.fleet, sim.views[self._replica.index]
+        calendar, node = world.calendar, sim.views[self._replica.index]
         waited_ms = 0.0
         if sim.state is ProcessState.SERVING:
             if not conditions.poll_loss or self._random.random() >= conditions.poll_loss:
-                if sim.flights:
+                if sim.tries:
                     world.advance(sim)
                 calendar.after(
                     sim.one_way_ms + conditions.poll_lag_ms, self._respond, sim, _load_report(sim, conditions.streams)
                 )
         elif sim.state is ProcessState.DEAD:
-            refused = "connection refused"
-            calendar.after(sim.one_way_ms, lambda: fleet.check_failed(node, calendar.now_s, refused))
+            calendar.after(sim.one_way_ms, self._check_failed, node)
         else:
             waited_ms = self._timeout_ms
-            calendar.after(waited_ms, lambda: fleet.check_timed_out(node, calendar.now_s))
+            calendar.after(waited_ms, self._check_timed_out, node)
         node.drop_stale_load(conditions.stale_s, calendar.now_s)
         jitter = conditions.poll_jitter
         pause_s = conditions.poll_interval_s * (1.0 - jitter + 2.0 * jitter * self._random.random())
@@ -90,7 +89,16 @@ class Polls:
         replica, now_s = self._replica, self._world.calendar.now_s
         node = sim.views[replica.index]
         apply_health_pass(replica.fleet, node, 2.0 * sim.one_way_ms, now_s)
+        replica.requests.fleet_changed()
         apply_load_report(node, report, replica.listener.node_kv_events(node), now_s)
+
+    def _check_failed(self, node: Node) -> None:
+        self._replica.fleet.check_failed(node, self._world.calendar.now_s, "connection refused")
+        self._replica.requests.fleet_changed()
+
+    def _check_timed_out(self, node: Node) -> None:
+        self._replica.fleet.check_timed_out(node, self._world.calendar.now_s)
+        self._replica.requests.fleet_changed()
 
 
 def _load_report(sim: SimulatedNode, streams: bool) -> LoadReport:
@@ -270,6 +278,22 @@ def _decode(message: _Message) -> Iterator[Event]:
             yield HashesStored(event.block_hashes, event.parent_block_hash)
 
 
+class InformedPolicy:
+    """Another router's policy. It keeps its own books of what runs where, so it hears of every ticket before it
+    decides: one event can send several requests."""
+
+    def __init__(self, policy: Policy, hear: Callable[[], object]) -> None:
+        self.name = policy.name
+        self.queues_at_router = policy.queues_at_router
+        self.wants_tokens = policy.wants_tokens
+        self._policy = policy
+        self._hear = hear
+
+    def decide(self, query: Query) -> Decision:
+        self._hear()
+        return self._policy.decide(query)
+
+
 # The router's admission queue in front of any policy, so that an experiment can separate placement from order.
 #
 # The policy chooses the node. The queue needs the prefill work of a request there, and takes it from `price`, which
@@ -369,7 +393,7 @@ class Replica:
         self.router = Router(self.fleet, self.cache_view, routing, config.price, config.routes)
         self.hedging = config.hedging if policy is None else Hedging(max_ratio=0.0)  # other routers do not hedge
         if policy is not None:
-            self.router.policy = policy
+            self.router.policy = InformedPolicy(policy, lambda: self.requests.hear())
         order = queue_order or QueueOrder.GUARANTEED
         self.admission = Admission(self.router, config.admission, config.routes, order)
         if listener is None and (self.router.policy.wants_tokens or (config.routes and config.uses_kv_events)):
@@ -384,17 +408,8 @@ class Replica:
         self.requests = RequestFlow(world, self, Routes(config.routes))
         self.polls = Polls(world, self, conditions, health)
 
-    def request_sent(self, request: SimulatedRequest, sim: SimulatedNode) -> None:
-        self._tell("request_sent", request, sim)
-
-    def first_token(self, request: SimulatedRequest, sim: SimulatedNode, cached_tokens: int) -> None:
-        self._tell("first_token", request, sim, cached_tokens)
-
-    def request_ended(self, request: SimulatedRequest, sim: SimulatedNode) -> None:
-        self._tell("request_ended", request, sim)
-
-    def _tell(self, event: str, request: SimulatedRequest, sim: SimulatedNode, *more: int) -> None:
-        """Tell the policy; those of the other routers, too, if they tell each other."""
+    def tell_policy(self, event: str, request: SimulatedRequest, sim: SimulatedNode, *more: int) -> None:
+        """Tell the policy; those of the other routers, too, if they tell each other. `event`: a PolicyListener's."""
         calendar = self._world.calendar
         getattr(self.listener, event)(request, sim.views[self.index], *more, calendar.now_s)
         conditions = self._world.conditions
@@ -424,10 +439,6 @@ def _call(listener: Callable[..., None], *args: Any) -> None:
 # are over the threshold. High-priority requests are never rejected. Low-priority requests see half the threshold.
 
 
-class AllNodesOverThreshold(RoutingError):
-    """Every node is over the threshold: 429."""
-
-
 class QueueThresholdPolicy:
     def __init__(self, policy: Policy, threshold: float) -> None:
         self.name = policy.name
@@ -445,5 +456,5 @@ class QueueThresholdPolicy:
             if open_nodes:
                 query.candidates = Candidates(open_nodes)
             elif priority != HIGH:
-                raise AllNodesOverThreshold
+                raise NodeQueuesFull(1.0)
         return self._policy.decide(query)

@@ -142,7 +142,7 @@ class SimulatedScaling:
         now_ms = self._world.calendar.now_ms
         shares = {}
         for name, sim in self._world.nodes.items():
-            if sim.flights:
+            if sim.tries:
                 self._world.advance(sim)
             busy_ms = sum(stats.busy_ms for stats in sim.incarnation_stats)
             at_ms, before_ms = self._busy_ms.get(name, (sim.joined_ms, 0.0))
@@ -216,8 +216,8 @@ class SimulatedScaling:
             return
         world.fleet.check_passed(node, world.calendar.now_s)
         self._count()
-        if world.admission.queue.waiting:
-            world.admission.tick([node], world.calendar.now_s)
+        world.requests.brain.node_freed(node)
+        world.requests.fleet_changed()
 
     def drain(self, managed: ManagedNode) -> None:
         self._prefill_each(self.controller.drain_prefills(managed), lambda: self._stop_routing(managed))

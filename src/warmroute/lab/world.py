@@ -10,11 +10,12 @@ from typing import Any
 import msgspec
 
 from warmroute.config import Config, Health, NodeConfig
+from warmroute.core.messages import CLOSED
 from warmroute.core.policy import Policy
 from warmroute.core.queue_order import QueueOrder
 from warmroute.lab.engine.blocks import KvEvent, KvEventSink, SharedStore
 from warmroute.lab.engine.values import EngineOutput, EngineRequest, Finished, FirstToken
-from warmroute.lab.request_flow import MODEL, Flight, RequestResults
+from warmroute.lab.request_flow import MODEL, RequestResults, SimulatedExchange
 from warmroute.lab.simulated_cluster import SimulatedCluster
 from warmroute.lab.simulated_node import Calendar, Conditions, NodeSpec, ProcessState, SimulatedNode
 from warmroute.lab.simulated_router import PolicyListener, Replica
@@ -125,7 +126,7 @@ class Clients:
         self._world.arrive(prompt)
 
 
-# A simulated fleet in virtual time: fake engines behind production's Fleet, Router, Admission and Attempts.
+# A simulated fleet in virtual time: fake engines behind production's core.
 #
 # This file holds the fleet, its faults and the clock. request_flow.py holds the life of a request. Every event touches
 # one node; only the router's own decision looks at the whole fleet.
@@ -159,6 +160,8 @@ class World:
         """Whether the router has a policy of its own, and not another router's."""
         self.nodes: dict[str, SimulatedNode] = {}
         """The fleet's nodes by name."""
+        self.numbered: dict[int, SimulatedNode] = {}
+        """The same and those that have left, by the number that every router gives them."""
         self.stores: dict[str, SharedStore] = {}
         """Shared KV stores by name."""
         self.departed: list[SimulatedNode] = []
@@ -204,7 +207,7 @@ class World:
         )
         views = tuple([replica.add(config, spec.adapters) for replica in self.replicas])
         sim = SimulatedNode(spec, views, self.conditions.island(spec.island).one_way_ms, self.calendar.now_ms)
-        self.nodes[spec.name] = sim
+        self.nodes[spec.name] = self.numbered[sim.node.number] = sim
         if spec.kv_connector:
             for replica, node in zip(self.replicas, views, strict=True):
                 node.kv_connector = True
@@ -257,9 +260,9 @@ class World:
     def remove(self, name: str) -> None:
         """Remove a node at once. Its running requests finish, except those without a first token: they move."""
         sim = self.nodes.pop(name)
-        for replica, node in zip(self.replicas, sim.views, strict=True):
+        for replica in self.replicas:
             replica.fleet.remove(name)
-            replica.requests.dispatcher.leave(node, "the node was removed")
+            replica.requests.fleet_changed()
         sim.record_departure(self.calendar.now_ms)
         self.departed.append(sim)
         for replica, node in zip(self.replicas, sim.views, strict=True):
@@ -268,13 +271,13 @@ class World:
     def fail(self, name: str) -> None:
         """Kill the node's process: its requests and its cache are lost."""
         one_way_ms = self.nodes[name].one_way_ms
-        for leg in self.nodes[name].stop(ProcessState.DEAD):
-            self.calendar.after(one_way_ms, leg.flow.node_failed, leg, "the node died")
+        for one in self.nodes[name].stop(ProcessState.DEAD):
+            self.calendar.after(one_way_ms, one.flow.failed, one, CLOSED, "the node died")
 
     def hang(self, name: str) -> None:
         """Let the node accept connections and answer nothing."""
-        for leg in self.nodes[name].stop(ProcessState.HANGING):
-            leg.flow.time_out_later(leg)
+        for one in self.nodes[name].stop(ProcessState.HANGING):
+            one.flow.time_out_later(one)
 
     def slow(self, name: str, times: float) -> None:
         """Make everything on the node take `times` as long from now on."""
@@ -337,7 +340,7 @@ class World:
 
     # Requests.
 
-    def arrive(self, prompt: WorkloadPrompt) -> Flight | None:
+    def arrive(self, prompt: WorkloadPrompt) -> SimulatedExchange | None:
         """A request reaches the router. Return None where it is rejected at once."""
         if self.arrivals == self._warm_up:
             self.measure_from_now()
@@ -358,12 +361,12 @@ class World:
         """Requests that have arrived and not ended."""
         return sum(replica.requests.inflight for replica in self.replicas)
 
-    def request_sent(self, flight: Flight, sim: SimulatedNode) -> None:
-        flight.flow.replica.request_sent(flight.request, sim)
+    def request_sent(self, exchange: SimulatedExchange, sim: SimulatedNode) -> None:
+        """A router sent a request to a node. Experiments override this."""
 
-    def request_ended(self, flight: Flight, answered: bool) -> None:
+    def request_ended(self, exchange: SimulatedExchange, answered: bool) -> None:
         if self._clients is not None:
-            self._clients.request_ended(flight.prompt, answered=answered)
+            self._clients.request_ended(exchange.prompt, answered=answered)
 
     # Engines.
 
@@ -372,19 +375,19 @@ class World:
         outputs = sim.engine.advance(self.calendar.now_ms)
         if outputs:
             one_way_ms, at, now_ms = sim.one_way_ms, self.calendar.at, self.calendar.now_ms
-            flights = sim.flights
+            tries = sim.tries
             for output in outputs:
                 # A waiting request that shares a block which decoding has just filled starts earlier than the engine
                 # could foresee: its output may be older than now.
                 at_ms = max(output.at_ms + one_way_ms, now_ms)
-                if output.request_id not in flights:
+                if output.request_id not in tries:
                     self._prefilled(output)
                 elif isinstance(output, FirstToken):
-                    leg, cached = flights[output.request_id], output.cached_tokens
-                    at(at_ms, leg.flow.first_token, leg, cached)
+                    one, cached = tries[output.request_id], output.cached_tokens
+                    at(at_ms, one.flow.first_token, one, cached)
                 elif isinstance(output, Finished):
-                    leg = flights.pop(output.request_id)
-                    at(at_ms, leg.flow.answered, leg)
+                    one = tries.pop(output.request_id)
+                    at(at_ms, one.flow.answered, one)
         self.arm(sim)
 
     def prefill(self, sim: SimulatedNode, prompt: WorkloadPrompt, tokens: int, then: Callable[[], object]) -> None:

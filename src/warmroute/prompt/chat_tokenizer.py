@@ -201,7 +201,8 @@ class ChatTokenizer:
             self._contexts.move_to_end(key)
         except KeyError:
             pass  # another thread has just evicted it
-        if cached.plain_layout is not None and cached.plain_layout.is_outdated():
+        plain = cached.plain_layout
+        if plain is not None and plain.layout.time_key and plain.is_outdated():
             self._remove_context(key)
             return None
         return cached

@@ -441,7 +441,8 @@ class PlainChats:
         if found is None:
             return None
         if isinstance(found, bytes):
-            return exact_prompt(found, len(found) // TOKEN_BYTES)
+            count = len(found) // TOKEN_BYTES
+            return Prompt(found, count, warm_tokens=count)
         if max_ms < inf and self._estimate_ms(outline, body, found) > max_ms:
             return None
         new_bytes = 0

@@ -96,16 +96,25 @@ class PromptReader:
 
         `outline` is the body's outline, if the caller has it.
         """
-        tokenizer = self._tokenizer_registry.prompt_tokenizer(model)
+        registry = self._tokenizer_registry
+        tokenizer = registry.by_model.get(model) or registry.text_matching
         found: Prompt | PendingPrompt | None = None
         try:
             if tokenizer.tokenizer is None and len(body) <= self._max_text_prompt_bytes:
                 found = text_prompt(path, body, outline)
             else:
-                found = self._read(model, tokenizer, path, body, on_read, outline)
+                if len(body) <= MAX_LOOP_BYTES:
+                    found = tokenizer.tokenize_plain(path, body, outline, LOOP_MS)
+                if found is None:
+                    found = self._read(model, tokenizer, path, body, on_read, outline)
         except Exception as error:
             _log_failure(error)
-        if not isinstance(found, PendingPrompt):
+        if isinstance(found, PendingPrompt):
+            return found
+        counts = self._counters.prompts
+        if found is not None and found.exact and not found.inexact_reason and (model, "exact") in counts:
+            counts[model, "exact"] += 1  # as nearly all are
+        else:
             self._count(model, tokenizer, path, found)
         return found
 
@@ -115,9 +124,6 @@ class PromptReader:
         if len(body) > MAX_LOOP_BYTES:
             work = partial(tokenizer.tokenize, path, body, outline)
             return self._read_in_thread(work, on_read, partial(self._count, model, tokenizer, path))
-        prompt = tokenizer.tokenize_plain(path, body, outline, LOOP_MS)
-        if prompt is not None:
-            return prompt
         job = tokenizer.begin(path, body, outline)
         if job is None:
             return None

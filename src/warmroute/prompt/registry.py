@@ -266,7 +266,7 @@ class TokenizerRegistry:
         """Used in the thread only."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
-        self._text_matching = PromptTokenizer(None)
+        self.text_matching = PromptTokenizer(None)
         self._reported: WeakSet[PromptTokenizer] = WeakSet()
         """Tokenizers whose disabled tail rendering was logged."""
         self._reported_layouts: WeakSet[PromptTokenizer] = WeakSet()
@@ -286,14 +286,15 @@ class TokenizerRegistry:
         """Specs that could not be loaded."""
         self._adapters: dict[str, str] = {}
         """LoRA adapters and their base models."""
-        self._prompt_tokenizers: dict[str, PromptTokenizer] = {}
+        self.by_model: dict[str, PromptTokenizer] = {}
+        """Those that are loaded. For other models prompts are matched as text."""
         """By model or adapter."""
         search = None if locate is None else lambda hub_id: locate(hub_id, self._prompts.download_tokenizers)
         self._hub = HubTokenizers(search, now, self._start, self._located)
 
     def prompt_tokenizer(self, model: str) -> PromptTokenizer:
         """Return the model's tokenizer; where none is loaded, one that uses text matching."""
-        return self._prompt_tokenizers.get(model, self._text_matching)
+        return self.by_model.get(model, self.text_matching)
 
     @property
     def is_loading(self) -> bool:
@@ -529,7 +530,7 @@ class TokenizerRegistry:
     def _update_prompt_tokenizers(self) -> None:
         models = {model: entry.tokenizer for model, entry in self._entries.items() if entry.tokenizer is not None}
         adapters = {adapter: models[base] for adapter, base in self._adapters.items() if base in models}
-        self._prompt_tokenizers = {**adapters, **models}
+        self.by_model = {**adapters, **models}
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -605,7 +606,7 @@ class TokenizerRegistry:
                 )
 
     def _models_of(self, tokenizer: PromptTokenizer) -> str:
-        return ", ".join(model for model, found in self._prompt_tokenizers.items() if found is tokenizer)
+        return ", ".join(model for model, found in self.by_model.items() if found is tokenizer)
 
     def _report_disabled_templates(self, tokenizers: Iterable[PromptTokenizer]) -> None:
         for tokenizer in set(tokenizers) - set(self._reported_templates):

@@ -1,4 +1,8 @@
-"""The controller in real time: compares machines, sends orders, prewarms prefixes."""
+"""The controller in real time: compares machines, sends orders, prewarms prefixes.
+
+`_provision` says what follows if a provisioner refuses, fails or does not answer in time; `MachineReconciler` adopts or
+terminates a machine that appears late.
+"""
 
 from __future__ import annotations
 

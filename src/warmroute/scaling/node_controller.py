@@ -1,4 +1,7 @@
-"""Decisions carried out without I/O, and the controller's state as bytes for the next process."""
+"""Decisions carried out without I/O, and the controller's state as bytes for the next process.
+
+`apply` is the only code that changes a node's state. control_loop.py calls the provisioners and tells it what they say.
+"""
 
 from __future__ import annotations
 

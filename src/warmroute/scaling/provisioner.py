@@ -1,4 +1,8 @@
-"""What a provisioner does, and its calls with bounds of time."""
+"""What a provisioner does, and its calls with bounds of time.
+
+A provisioner starts, lists and ends machines, and nothing else: it adds no node to the fleet, drains and removes none,
+and changes no state of node_lifecycle.py. OF_KIND names the environment variables that its programs get.
+"""
 
 from __future__ import annotations
 

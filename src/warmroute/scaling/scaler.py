@@ -1,4 +1,7 @@
-"""How many nodes to add and to remove: by the last plan, and by thresholds between two plans."""
+"""How many nodes to add and to remove: by the last plan, and by thresholds between two plans.
+
+offer_selection.py says which node to add, `rank_candidates` in thresholds.py which one to remove.
+"""
 
 from __future__ import annotations
 

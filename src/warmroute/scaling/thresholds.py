@@ -1,4 +1,7 @@
-"""How many nodes more or fewer the fleet needs by thresholds, and why."""
+"""How many nodes more or fewer the fleet needs by thresholds, and why; and which nodes it can do without.
+
+`rank_candidates` orders the nodes that may be removed, by price and by the value of their caches. Plans ask it too.
+"""
 
 from __future__ import annotations
 

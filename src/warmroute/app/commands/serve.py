@@ -153,8 +153,7 @@ def picker_factory() -> Any:
 
     def create(service: Service) -> EnvoyClients:
         return PickerServer(
-            service.proxy, service.fleet, service.config.limits, lambda: service.config.picker,
-            service.discovery.priorities,
-        )  # fmt: skip
+            service.proxy, service.config.limits, lambda: service.config.picker, service.discovery.priorities
+        )
 
     return create

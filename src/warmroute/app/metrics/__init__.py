@@ -115,7 +115,7 @@ HEDGES_WON: Final = _counter("hedges_won", "Hedged requests that the second node
 SPLIT_REQUESTS: Final = _counter(
     "split_requests",
     "Requests that one node prefilled for another one: transferred, or why the other node prefilled itself "
-    "(prefill_failed, prefill_slow, not_supported, transfer_failed).",
+    "(prefill_failed, prefill_slow, not_supported, transfer_failed), or decode_failed.",
     "outcome",
 )
 CLIENT_CONNECTIONS: Final = _gauge("client_connections", "Open client connections.")

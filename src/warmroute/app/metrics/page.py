@@ -37,7 +37,9 @@ from warmroute.core.messages import Outcome
 from warmroute.core.node import EngineRates
 from warmroute.core.queue import AdmissionQueue
 from warmroute.core.traffic import MAX_TENANTS, OTHER, TRACE_DROPS, Counters, Traffic
+from warmroute.edge.client_connection import Listener
 from warmroute.edge.client_errors import COMMON
+from warmroute.edge.trace_context import TraceSampling
 
 # The metrics page. The router reads all values when Prometheus scrapes it, so counting costs requests nothing.
 
@@ -163,7 +165,6 @@ class MetricsPage:
             (metrics.CAPTURE_WRITTEN, counters.capture_written),
             (metrics.CAPTURE_DROPPED, counters.capture_dropped),
             (metrics.TRACES_EXPORTED, counters.traces_exported),
-            (metrics.TRACES_LIMITED, counters.traces_limited),
         ):
             page[metric].add(value)
         for outcome in SPLIT_OUTCOMES:
@@ -411,16 +412,18 @@ class Reloads:
 class RouterMetrics:
     def __init__(
         self, reloads: Reloads, loop_delay: LoopDelay, alerts: Alerts, decisions: Mapping[tuple[str, str], int],
-        webhook: AlertWebhook | None,
+        webhook: AlertWebhook | None, traces: TraceSampling | None,
     ) -> None:  # fmt: skip
-        """`decisions`: by policy and reason."""
+        """`decisions`: by policy and reason. `traces`: None if tracing is off."""
         self._reloads = reloads
         self._loop_delay = loop_delay
         self._alerts = alerts
         self._decisions = decisions
         self._webhook = webhook
+        self._traces = traces
 
     def __call__(self, page: Page) -> None:
+        page[metrics.TRACES_LIMITED].add(self._traces.limited if self._traces is not None else 0)
         reloads, delay = self._reloads, self._loop_delay
         page[metrics.CONFIG_RELOADS].add(reloads.succeeded, 'result="success"')
         page[metrics.CONFIG_RELOADS].add(reloads.failed, 'result="failure"')
@@ -438,6 +441,17 @@ class RouterMetrics:
         if self._webhook is not None:
             for outcome in OUTCOMES:
                 page[metrics.ALERTS_SENT].add(self._webhook.counts[outcome], format_labels(outcome=outcome))
+
+
+class ListenerMetrics:
+    def __init__(self, listener: Listener) -> None:
+        self._listener = listener
+
+    def __call__(self, page: Page) -> None:
+        listener = self._listener
+        page[metrics.REQUEST_BODIES].add(listener.bodies.total_bytes)
+        page[metrics.CLIENT_UNREAD].add(listener.unread.bytes)
+        page[metrics.CLIENTS_TOO_SLOW].add(listener.too_slow)
 
 
 # Adds to the metrics page how requests left the admission queue.

@@ -14,7 +14,7 @@ from typing import Any, Final, Literal, NamedTuple
 import msgspec
 
 from warmroute._kernel import Outline
-from warmroute.core.calls import Attempts
+from warmroute.core.messages import RoutingRequest
 from warmroute.core.prefill_work import work
 from warmroute.prompt.request_body import RequestBody, decode_json, read_request_body
 from warmroute.prompt.template_messages import UnsupportedRequest
@@ -420,17 +420,24 @@ class PromptSample:
         self.step_ms = 0.0
 
     def completed(
-        self, attempts: Attempts, key: RouteKey, prompt_tokens: int, cached_tokens: int | None, ms_per_token: float,
+        self, key: RouteKey, tokens: bytes, prompt_tokens: int, cached_tokens: int | None, ms_per_token: float,
         step_ms: float,
     ) -> None:  # fmt: skip
+        """The response is complete. `key`: the model and route that its tokens count for. `tokens`: the prompt as the
+        router read it; empty if it did not. `cached_tokens`: None if neither the node nor the router knows them. A
+        prefill takes `ms_per_token`, and at least `step_ms`."""
         samples, self.samples = self.samples, None
         if samples is None:
             return
-        if attempts.lookup is not None and not attempts.lookup.text:
-            self.tokens = attempts.lookup.tokens
+        self.tokens = tokens
         self.prompt_tokens, self.cached_tokens = prompt_tokens, cached_tokens
         self.ms_per_token, self.step_ms = ms_per_token, step_ms
         samples.add(key, self)
+
+    def drop(self) -> None:
+        """The request has ended without a complete response."""
+        if self.samples is not None:
+            self.samples.drop(self)
 
     def cost_ms(self, cached: float) -> float:
         """Return the prefill time of the prompt with this many cached tokens (core/traffic.py)."""
@@ -481,26 +488,26 @@ class PromptSamples:
         self._new: dict[PromptSample, RouteKey] = {}
         self._random = random or Random().random
 
-    def offer(self, attempts: Attempts, path: bytes, body: bytes) -> None:
+    def offer(self, request: RoutingRequest, path: bytes, body: bytes) -> PromptSample | None:
         """Take a sample of a request that has just arrived, if the draw of its route falls on it."""
-        request = attempts.request
         key, now_s = (request.model, request.route), request.arrived_s
         draw = self._draws.get(key)
         if draw is None or now_s >= draw.ends_s:
             if draw is None and not self._has_room(now_s):
-                return
+                return None
             draw = self._draws[key] = _Draw(now_s + SAMPLE_S)
         draw.requests = requests = draw.requests + 1
         if requests > 1 and self._random() * requests >= 1.0:
-            return
+            return None
         if draw.sample is not None:
-            self._drop(draw.sample)
-        sample = draw.sample = attempts.sample = PromptSample(self, draw, path, body, request.tenant, now_s)
+            self.drop(draw.sample)
+        sample = draw.sample = PromptSample(self, draw, path, body, request.tenant, now_s)
         pending = self._pending
         pending[sample] = len(body)
         self._pending_bytes += len(body)
         while len(pending) > MAX_PENDING or self._pending_bytes > MAX_PENDING_BYTES:
-            self._drop(next(iter(pending)))
+            self.drop(next(iter(pending)))
+        return sample
 
     def _has_room(self, now_s: float) -> bool:
         """Return whether another route can be sampled. Routes without requests make room."""
@@ -508,7 +515,7 @@ class PromptSamples:
             self._draws = {key: draw for key, draw in self._draws.items() if draw.ends_s > now_s}
         return len(self._draws) < MAX_ROUTES
 
-    def _drop(self, sample: PromptSample) -> None:
+    def drop(self, sample: PromptSample) -> None:
         self._forget(sample)
         self._new.pop(sample, None)
         sample.samples, sample.body = None, b""

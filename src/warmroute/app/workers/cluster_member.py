@@ -36,6 +36,7 @@ class ClusterMember:
     def __init__(self, sender: str, service: Service, transport: ReplicaTransport) -> None:
         loop = asyncio.get_running_loop()
         self._transport = transport
+        self._wake = service.wake
         self._timing = PublishTiming(time.monotonic, lambda delay_s: loop.call_later(delay_s, self._publish))
         scaling, queue = service.scaling, service.admission.queue
         demand = SharedDemand(scaling.demand_meter, lambda: queue.waiting) if scaling is not None else None
@@ -43,7 +44,7 @@ class ClusterMember:
             scaling.set_waiting(lambda: demand.waiting)
         self.nodes = service.shared_nodes
         self.state = ClusterState(
-            sender, service.proxy.dispatcher, service.cache_view, self._timing.changed, service.proxy.rate_limits,
+            sender, service.brain, service.cache_view, self._timing.changed, service.rate_limits,
             self.nodes, demand, asks_snapshot=True,
         )  # fmt: skip
         self.nodes.join(sender, self._node_changed)
@@ -74,6 +75,7 @@ class ClusterMember:
         self._timing.published()
         try:
             self.state.publish(self._transport, time.monotonic())
+            self._wake()
         except Exception:
             log.exception("publish_failed", "The process tries again.")
 
@@ -95,6 +97,7 @@ class ClusterMember:
         """Take a message of another process. Never raises."""
         try:
             self.state.receive(message, time.monotonic())
+            self._wake()
         except Exception:
             log.exception("receive_failed", "The process ignores the message.")
         if self.state.has_unsent_snapshot and (self._sending is None or self._sending.done()):

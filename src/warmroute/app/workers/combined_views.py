@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Final
 
-from warmroute.app.alerts import MAX_SOURCES, SEVERITIES
-from warmroute.edge import client_errors
+from warmroute.app.alerts import CLIENT_ERRORS, SEVERITIES, client_errors_title
+from warmroute.edge.client_errors import MAX_SOURCES
 
 Json = Any
 
@@ -106,8 +106,8 @@ def merge_alerts(lists: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, An
         }
         if alert["sources"]:
             alert["source"] = alert["sources"][0]["source"]
-        if alert["name"] == client_errors.NAME:
-            alert["title"] = client_errors.alert_title(alert["id"], alert["count"])
+        if alert["name"] == CLIENT_ERRORS:
+            alert["title"] = client_errors_title(alert["id"], alert["count"])
         merged.append(alert)
     merged.sort(key=lambda alert: (alert["ended"] is not None, SEVERITIES.index(alert["severity"]), alert["since"]))
     return merged

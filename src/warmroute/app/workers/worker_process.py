@@ -153,4 +153,4 @@ class WorkerProcess:
 
 def worker_command(arguments: Sequence[str]) -> list[str]:
     """Return the command that starts a worker with the arguments of this process."""
-    return [sys.executable, "-m", "warmroute.app.main", *arguments]
+    return [sys.executable, "-m", "warmroute", *arguments]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from warmroute.core.brain import Dispatcher
+from warmroute.core.brain import Brain
 from warmroute.core.cache_view import CacheView
 from warmroute.core.cluster.cluster_turns import ClusterTurns
 from warmroute.core.cluster.messages import FULL_S, PEER_TTL_S, BadMessage, Update, decode, encode
@@ -22,7 +22,6 @@ from warmroute.core.cluster.shared_nodes import SharedNodes
 from warmroute.core.cluster.shared_speeds import SharedSpeeds
 from warmroute.core.cluster.snapshots import MARK, SnapshotAnswers, SnapshotRequest, decode_snapshot, snapshot_messages
 from warmroute.core.cluster.transport import Transport
-from warmroute.core.node import Node
 from warmroute.core.rate_limits import RateLimits
 from warmroute.event_log import EventLog
 
@@ -40,7 +39,7 @@ class ClusterState:
     def __init__(
         self,
         sender: str,
-        dispatcher: Dispatcher,
+        brain: Brain,
         cache_view: CacheView,
         changed: Changed,
         limits: RateLimits | None = None,
@@ -51,15 +50,14 @@ class ClusterState:
         """`sender` identifies this process. `changed` is called when there is something to publish. `nodes`: changes of
         nodes at run time, and `demand`, if they are shared. `asks_snapshot`: this process has just started."""
         self.sender = sender
-        self._dispatcher = dispatcher
+        self._brain = brain
         self._changed = changed
         self._limits = limits
-        self._fleet = fleet = dispatcher.fleet
+        self._fleet = fleet = brain.fleet
         self._cache_view = cache_view
-        self._affinity = affinity = dispatcher.router.island_choice.affinity
-        self._node_freed = node_freed = dispatcher.node_freed
+        self._affinity = affinity = brain.router.island_choice.affinity
         self._speeds = SharedSpeeds(fleet)
-        queue = dispatcher.admission.queue
+        queue = brain.admission.queue
         self.publisher = Publisher(sender, fleet, cache_view, affinity, queue, self._speeds, limits)
         self.peers: dict[str, Peer] = {}
         self.nodes = nodes
@@ -73,13 +71,9 @@ class ClusterState:
         self._held: list[Update] = []
         """Updates whose routed prompts wait until the snapshot has arrived."""
 
-        def freed(node: Node, now_s: float) -> None:
-            node_freed(node, now_s)
-            changed()
-
-        dispatcher.node_freed = freed
-        dispatcher.router.on_dispatch = changed
-        dispatcher.admission.turns = ClusterTurns(self.peers, changed)
+        brain.calls.on_freed = changed
+        brain.router.on_dispatch = changed
+        brain.admission.turns = ClusterTurns(self.peers, changed)
         self.received = self.rejected = 0
         self._lost = 0
         """Messages of peers that are gone which did not arrive."""
@@ -149,7 +143,7 @@ class ClusterState:
                 self._affinity.remember(key, (home, last), now_s)
             self._apply_shared(update, now_s)
             for node in freed:
-                self._node_freed(node, now_s)
+                self._brain.node_freed(node)
             if self.shared_limits is not None:
                 self.shared_limits.update(now_s)
 
@@ -201,7 +195,7 @@ class ClusterState:
     def _apply_routed(self, update: Update, now_s: float) -> None:
         if update.routed and self.snapshot is not None:
             self.snapshot.apply_waiting(now_s)
-        hot = self._dispatcher.router.hot
+        hot = self._brain.router.hot
         for prompt in update.routed:
             name, chain, _, _ = prompt
             node = self._fleet.find(name)
@@ -241,12 +235,12 @@ class ClusterState:
             if self._demand is not None:
                 self._demand.forget(sender)
             for node in peer.forget():
-                self._node_freed(node, now_s)
+                self._brain.node_freed(node)
 
     def close(self) -> None:
-        dispatcher = self._dispatcher
-        dispatcher.node_freed, dispatcher.router.on_dispatch = self._node_freed, None
-        dispatcher.admission.turns = None
+        brain = self._brain
+        brain.calls.on_freed = brain.router.on_dispatch = None
+        brain.admission.turns = None
         self.publisher.close()
         self._speeds.close()
         if self._demand is not None:

@@ -1,4 +1,8 @@
-"""The policies, one small file each."""
+"""The policies, one small file each. `make_policy` names them all.
+
+A policy that looks up caches or needs KV events also stands in `Routing.looks_up_caches` and `Routing.uses_kv_events`
+(config/routing.py). The sentence for its decisions is in core/decision_record.py.
+"""
 
 from __future__ import annotations
 

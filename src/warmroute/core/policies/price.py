@@ -34,7 +34,6 @@ from warmroute.core.cache_view import CacheView
 from warmroute.core.decision import Decision
 from warmroute.core.decision_record import ASSUMED_PROMPT_TOKENS, TIE, Price
 from warmroute.core.group import Candidates
-from warmroute.core.messages import Lookup
 from warmroute.core.output_length import OutputLengthEstimate
 from warmroute.core.prefill_work import work
 from warmroute.core.routing_context import ContextFit, Query
@@ -132,6 +131,8 @@ class PricePolicy:
         request, candidates, group, now_s = query.request, query.candidates, query.group, query.now_s
         lookup, adapter, windows, cache_view = query.lookup, group.adapter, group.windows, self._cache_view
         hits = query.known_hits
+        if hits is None:
+            hits = query.known_hits = cache_view.hits(group.model, lookup, now_s) if lookup is not None else {}
         if output is None:
             output = self._output_lengths.expected(request.model, request.tenant, request.max_output_tokens)
         caches = self._caches.get(candidates)
@@ -140,14 +141,16 @@ class PricePolicy:
         return price_nodes(
             candidates.nodes,
             caches,
-            hits if hits is not None else query.hits(),
+            hits,
             cache_view.reuse.chances,
             adapter.load_ms(candidates) if adapter is not None else None,
             windows.reserved_rates(candidates, self._context_fit.needed(request), now_s)
             if windows is not None
             else None,
             now_s,
-            _size(lookup, output),
+            (ASSUMED_PROMPT_TOKENS if lookup is None else lookup.token_count, output, 1)
+            if lookup is None or (special := lookup.special) is None
+            else (special.total_tokens, output * special.prompts, special.prompts),
             ((request.deadline_s - now_s) * 1000.0, self._late_penalty_ms) if request.deadline_s else NO_DEADLINE,
             BEHIND_SHARE * group.waiting / candidates.shared_by,
             group.decode_speed,
@@ -172,13 +175,3 @@ class PricePolicy:
             self._caches.clear()
         found = self._caches[candidates] = tuple([cache_view.cache(node.name) for node in candidates.nodes])
         return found
-
-
-def _size(lookup: Lookup | None, output: float) -> tuple[float, float, int]:
-    """Return the tokens of the request's prompts, its expected output tokens, and the number of its prompts."""
-    if lookup is None:
-        return ASSUMED_PROMPT_TOKENS, output, 1
-    special = lookup.special
-    if special is None:
-        return lookup.token_count, output, 1
-    return special.total_tokens, output * special.prompts, special.prompts

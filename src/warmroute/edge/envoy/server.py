@@ -10,19 +10,14 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from typing import Any, Final
 
-from warmroute._kernel import RequestHead
 from warmroute.config import ConfigError, Limits, Picker
-from warmroute.core.calls import Attempts
-from warmroute.core.decision import Decision
-from warmroute.core.fleet import Fleet
-from warmroute.core.messages import RoutingRequest
-from warmroute.core.node import Node
+from warmroute.core.messages import NodeRow, Tables
 from warmroute.edge.arrival import Rights
 from warmroute.edge.client_connection import BodyMemory
 from warmroute.edge.envoy import ext_proc
 from warmroute.edge.envoy.grpc import CHECK, WATCH, Call, CallHandler, HealthCall, UnknownMethod
 from warmroute.edge.envoy.http2 import Http2Connection
-from warmroute.edge.envoy.stream import PickerExchange, PickerStream
+from warmroute.edge.envoy.stream import PickerStream
 from warmroute.edge.proxy import Proxy
 from warmroute.edge.sockets import Server, listen_tcp
 from warmroute.event_log import EventLog
@@ -57,34 +52,32 @@ def _literal(host: str) -> str:
 
 
 class Endpoints:
-    def __init__(self, fleet: Fleet) -> None:
-        self._fleet = fleet
-        self._by_node: dict[Node, str] = {}
-        self._by_endpoint: dict[str, Node] = {}
+    def __init__(self, tables: Callable[[], Tables]) -> None:
+        self._tables = tables
+        self._by_number: dict[int, str] = {}
+        self._by_endpoint: dict[str, NodeRow] = {}
         self._by_address: dict[str, list[str]] = {}
         """The names of the nodes at each address: a Pod may have several engines, one for each port."""
         self._addresses: dict[str, str] = {}
         """Of the names that were resolved."""
         self._failing: set[str] = set()
-        self._membership: tuple[int, int] | None = None
-        """The fleet's, as of the last refresh; None: an address has changed since."""
+        self._nodes: dict[int, NodeRow] | None = None
+        """The nodes as of the last refresh; None: an address has changed since."""
         self._warned = False
         """Of prefill nodes."""
 
-    def of(self, node: Node) -> str:
+    def of(self, node: NodeRow) -> str:
         """Return the node's endpoint; empty if its name is not resolved."""
-        found = self._by_node.get(node)
+        found = self._by_number.get(node.number)
         return found if found is not None else self._endpoint(node)
 
-    def node_at(self, endpoint: str) -> Node | None:
-        if self._membership != self._fleet.membership:
-            self.refresh()
+    def node_at(self, endpoint: str) -> NodeRow | None:
+        self.refresh()
         return self._by_endpoint.get(endpoint)
 
     def names_at(self, endpoints: Iterable[str]) -> frozenset[str]:
         """Return the names of the nodes at these endpoints. An address without a port names all nodes there."""
-        if self._membership != self._fleet.membership:
-            self.refresh()
+        self.refresh()
         by_endpoint, by_address = self._by_endpoint, self._by_address
         names: set[str] = set()
         for one in endpoints:
@@ -95,16 +88,19 @@ class Endpoints:
         return frozenset(names)
 
     def refresh(self) -> None:
-        """Take over the fleet's nodes."""
-        self._membership = self._fleet.membership
-        found = {node: self._endpoint(node) for node in self._fleet}
-        self._by_node = {node: endpoint for node, endpoint in found.items() if endpoint}
-        self._by_endpoint = {endpoint: node for node, endpoint in self._by_node.items()}
+        """Take over the fleet's nodes, if they have changed."""
+        nodes = self._tables().nodes
+        if nodes is self._nodes:
+            return
+        self._nodes = nodes
+        found = [(node, self._endpoint(node)) for node in nodes.values()]
+        self._by_number = {node.number: endpoint for node, endpoint in found if endpoint}
+        self._by_endpoint = {endpoint: node for node, endpoint in found if endpoint}
         self._by_address = {}
         for endpoint, node in self._by_endpoint.items():
             address = endpoint.rpartition(":")[0].strip("[]")
             self._by_address.setdefault(address, []).append(node.name)
-        if not self._warned and (prefill := [node.name for node in self._fleet if node.role == "prefill"]):
+        if not self._warned and (prefill := [node.name for node in nodes.values() if node.role == "prefill"]):
             self._warned = True
             log.warning(
                 "picker_without_pairs",
@@ -113,7 +109,7 @@ class Endpoints:
                 nodes=",".join(prefill[:MAX_NAMED]),
             )
 
-    def _endpoint(self, node: Node) -> str:
+    def _endpoint(self, node: NodeRow) -> str:
         host = _literal(node.host) or self._addresses.get(node.host, "")
         return join_endpoint(host, node.port) if host else ""
 
@@ -124,7 +120,7 @@ class Endpoints:
         loop = asyncio.get_running_loop()
         due_s: dict[str, float] = {}
         while True:
-            names = {node.host for node in self._fleet if not _literal(node.host)}
+            names = {node.host for node in self._tables().nodes.values() if not _literal(node.host)}
             for name in names:
                 if due_s.get(name, 0.0) <= loop.time():
                     resolved = await self._resolve(name)
@@ -132,15 +128,14 @@ class Endpoints:
             for gone in due_s.keys() - names:
                 del due_s[gone]
                 self._addresses.pop(gone, None)
-                self._membership = None
-            if self._membership != self._fleet.membership:
-                self.refresh()
+                self._nodes = None
+            self.refresh()
             await self._until_changed(loop.time() + REFRESH_S)
 
     async def _until_changed(self, until_s: float) -> None:
-        """Wait, but not longer than until a node joins or leaves."""
-        loop, before = asyncio.get_running_loop(), self._fleet.membership
-        while loop.time() < until_s and self._fleet.membership == before:  # noqa: ASYNC110 (the fleet has no event)
+        """Wait, but not longer than until the nodes change."""
+        loop = asyncio.get_running_loop()
+        while loop.time() < until_s and self._tables().nodes is self._nodes:  # noqa: ASYNC110 (they have no event)
             await asyncio.sleep(CHECK_S)
 
     async def _resolve(self, name: str) -> bool:
@@ -161,7 +156,7 @@ class Endpoints:
         self._failing.discard(name)
         if self._addresses.get(name) not in addresses:
             self._addresses[name] = addresses[0]
-            self._membership = None
+            self._nodes = None
         return True
 
 
@@ -220,16 +215,14 @@ _CLIENT_KEYS: Final = ("authorization", "x-api-key")
 
 class PickerServer:
     def __init__(
-        self, proxy: Proxy, fleet: Fleet, limits: Limits, config: Callable[[], Picker],
-        objectives: Callable[[], Mapping[str, str]],
-    ) -> None:  # fmt: skip
+        self, proxy: Proxy, limits: Limits, config: Callable[[], Picker], objectives: Callable[[], Mapping[str, str]]
+    ) -> None:
         """`objectives`: the priority of each InferenceObjective, as X-Priority has it."""
         self.proxy = proxy
-        proxy.create_exchange = _for_envoy
         self.limits = limits
         self.objectives = objectives
         self._config = config
-        self.endpoints = Endpoints(fleet)
+        self.endpoints = Endpoints(proxy.tables)
         self.connections: set[PickerStream] = set()
         """Open streams: one for each request."""
         self.accepted = 0
@@ -304,7 +297,8 @@ class PickerServer:
             await self._empty.wait()
 
     def cut_off_all(self) -> None:
-        for stream in list(self.connections):
+        # Those that wait for a node go first: none may get the place of one that ends now.
+        for stream in sorted(self.connections, key=lambda stream: stream.has_node):
             stream.cut_off()
 
     def abort_all(self) -> None:
@@ -325,36 +319,26 @@ class PickerServer:
 
     # What its streams ask.
 
-    def named_endpoints(self, decision: Decision, node: Node, attempts: Attempts) -> str:
+    def named_endpoints(self, node: NodeRow, fallbacks: Iterable[int]) -> str:
         """Return the endpoints of the node and its fallbacks, separated by commas; empty if the node has none."""
-        first = self.endpoints.of(node)
-        most = self.config.max_endpoints
+        of, most = self.endpoints.of, self.config.max_endpoints
+        first = of(node)
         if not first or most == 1:
             return first
-        of, key = self.endpoints.of, self._api_key(node)
-        subset = attempts.request.subset
+        nodes, key = self.proxy.tables().nodes, self._api_key(node)
         named = [first]
-        for other in (decision.node, *decision.fallbacks()):
+        for number in fallbacks:
             if len(named) == most:
                 break
-            if (
-                other is node
-                or other.needs_partner
-                or (subset is not None and other.name not in subset)
-                or self._api_key(other) != key
-            ):
-                continue
-            # A node that cannot serve a whole request, or has as many requests as it may have.
-            if other.role == "prefill" or other.needs_partner or other.is_full:
-                continue
-            if endpoint := of(other):
+            other = nodes.get(number)
+            if other is not None and self._api_key(other) == key and (endpoint := of(other)):
                 named.append(endpoint)
         return ",".join(named)
 
-    def _api_key(self, node: Node) -> str:
-        return self.proxy.pools.for_node(node).api_key if node.config.api_key_env else ""
+    def _api_key(self, node: NodeRow) -> str:
+        return self.proxy.pools.for_node(node).api_key if node.api_key_env else ""
 
-    def credentials(self, node: Node, rights: Rights) -> tuple[str, tuple[str, ...]]:
+    def credentials(self, node: NodeRow, rights: Rights) -> tuple[str, tuple[str, ...]]:
         """Return the node's Authorization header, and the headers with keys that are not for it."""
         key = self._api_key(node)
         if key:
@@ -385,12 +369,3 @@ class PickerServer:
                 "Envoy does not send request bodies, so the picker routes by load only. Set request_body_mode to "
                 "BUFFERED or FULL_DUPLEX_STREAMED.",
             )
-
-
-def _for_envoy(
-    proxy: Proxy, client: PickerStream, head: RequestHead, body: bytes, request: RoutingRequest
-) -> PickerExchange:
-    request.subset = client.subset
-    if not client.sees_responses:
-        request.streams = False  # then nothing is known before the end
-    return PickerExchange(proxy, client, head, body)

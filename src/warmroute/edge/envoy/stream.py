@@ -5,30 +5,42 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from urllib.parse import quote
 
-import msgspec
 from google.protobuf.message import DecodeError
 
-from warmroute._kernel import UNTIL_CLOSE, FirstTokenSearch, RequestHead, ResponseTail, read_usage
-from warmroute.core.calls import Attempts
-from warmroute.core.held_requests import send_or_shed, served_by
-from warmroute.core.messages import Outcome
-from warmroute.core.node import Node
-from warmroute.core.rejections import RoutingError
-from warmroute.core.tickets import Dispatch
+from warmroute._kernel import UNTIL_CLOSE, FirstTokenSearch, Outline, RequestHead, ResponseTail, read_usage
+from warmroute.core.messages import (
+    NO_ENDPOINT,
+    AnswerNow,
+    Cancel,
+    Cut,
+    Ended,
+    Failed,
+    FirstToken,
+    Left,
+    NodeRow,
+    Reader,
+    Reject,
+    RoutingRequest,
+    Send,
+    Started,
+    Verdict,
+    Withdraw,
+    outcome_of,
+)
 from warmroute.edge import errors
-from warmroute.edge.arrival import Rights, ScannedBody, is_anthropic
+from warmroute.edge.arrival import Kept, Rights, ScannedBody, is_anthropic
 from warmroute.edge.envoy import ext_proc
 from warmroute.edge.envoy.ext_proc import BUFFERED, BUFFERED_PARTIAL, NONE, STREAMED, served_endpoint
 from warmroute.edge.envoy.ext_proc import FULL_DUPLEX_STREAMED as DUPLEX
 from warmroute.edge.envoy.grpc import INVALID_ARGUMENT, Call
 from warmroute.edge.errors import Headers, HttpError, with_request_id
-from warmroute.edge.exchange import names_node, node_headers
+from warmroute.edge.exchange import ScanningExchange
 from warmroute.edge.http1 import read_request_head
-from warmroute.edge.large_body import LargeBodyExchange
-from warmroute.edge.proxy_client import RequestExchange
 from warmroute.edge.response import MAX_TAIL_BYTES, ErrorBody, has_last_event, may_end, seconds_of
-from warmroute.edge.trace_context import RequestTrace
+from warmroute.edge.trace_context import EdgeTrace
+from warmroute.event_log import where_it_failed
 from warmroute.prompt.prompt import Prompt
 
 if TYPE_CHECKING:
@@ -37,29 +49,51 @@ if TYPE_CHECKING:
     from warmroute.prompt.reader import PendingPrompt
 
 
-# One request between Envoy and the attempt machine: tells Envoy the node, and observes the response.
+# One call that Envoy carries: tells Envoy the node, and the core what Envoy shows of the response.
 #
-# Envoy sends the request, and sends it again to the next endpoint if one fails. So the machine's ticket is open from
-# the answer to Envoy until the end of the response, and moves if another node answered. Where Envoy shows the picker no
+# Envoy sends the request, and sends it again to the next endpoint if one fails. So the core's try is open from the
+# answer to Envoy until the end of the response, and moves if another node answered. Where Envoy shows the picker no
 # response, the end of the stream is the end of the response, and nothing else is learned from it.
 
-_NOT_YET: Final[Any] = None
-NO_ENDPOINT: Final = "its name is not resolved"
+UNRESOLVED: Final = "its name is not resolved"
+NODE_HEADER: Final = b"X-Warmroute-Node"
+_NAME_CHARACTERS: Final = " !#$&'()*+,/:;<=>?@[]^`{|}"
+"""Characters of a node's name that need no escape in a header, beside letters and digits."""
+_ERROR_CODES: Final = {429: "overloaded", 503: "no_node_available"}
+"""Codes under which failed answers that Envoy passes on are counted, as the proxy counts its own errors."""
 
 
-class PickerExchange(msgspec.Struct, eq=False):
+class EnvoyExchange:
+    envoy: Final = True
     # for the whole request
     _proxy: Proxy
     _client: PickerStream
-    _head: RequestHead
+    head: RequestHead
     body: bytes
-    attempts: Attempts = _NOT_YET
-    trace: RequestTrace | None = None
+    request: RoutingRequest
+    request_id: bytes
+    id: int
+    """The number of the call."""
+    repeatable: bool = True
+    outline: Outline | None = None
+    trace: EdgeTrace | None = None
     node_fields: bytes = b""
+    kept: Kept | None = None
     pending_prompt: PendingPrompt | None = None
+    known: bool = False
+    """The core knows of the call, by Charge or Arrive."""
+    arrived: bool = False
+    """The call has asked for a node."""
+    over: bool = False
+    """The call has ended, at the edge and in the core."""
+    command: Send | None = None
+    """Set once Envoy has the request."""
     # the response
-    _sent: bool = False
-    """Whether Envoy has the request."""
+    _served: NodeRow | None = None
+    """The node that answers, if it is another one than the core's."""
+    _status: int = 0
+    _started: bool = False
+    _first_token: bool = False
     _is_event_stream: bool = False
     _first_token_search: FirstTokenSearch | None = None
     _error_body: ErrorBody | None = None
@@ -67,222 +101,204 @@ class PickerExchange(msgspec.Struct, eq=False):
     _tail: ResponseTail | None = None
     """The last pieces of the response, where its usage is wanted."""
 
+    def __init__(
+        self, proxy: Proxy, client: PickerStream, head: RequestHead, body: bytes, request: RoutingRequest,
+        request_id: bytes, id: int,
+    ) -> None:  # fmt: skip
+        self._proxy = proxy
+        self._client = client
+        self.head = head
+        self.body = body
+        self.request = request
+        self.request_id = request_id
+        self.id = id
+        request.subset = client.subset
+        if not client.sees_responses:
+            request.streams = False  # then nothing is known before the end
+
     # Before a node is chosen.
 
+    @property
+    def has_node(self) -> bool:
+        """Whether Envoy has the request."""
+        return self.command is not None
+
     def prompt_read(self, prompt: Prompt | None) -> None:
+        """The prompt was read in a thread, or by a node."""
         self.pending_prompt = None
-        if self.attempts.done:
+        if self.over:
             return
         try:
-            self._proxy.enter(self.attempts, prompt)
-        except errors.HttpError as error:
-            self.send_error(error)
+            self._proxy.arrive(self, prompt)
         except Exception as error:
             self.internal_error(error)
 
     def time_is_up(self) -> None:
-        """Envoy will not wait longer: decide now, or shed the request."""
-        proxy, attempts = self._proxy, self.attempts
+        """Envoy will not wait longer: the core has to decide now, or to shed the request."""
         if self.pending_prompt is not None:
             self.pending_prompt.cancel()
             self.prompt_read(None)
-        if not attempts.done and not attempts.tried:
-            send_or_shed(proxy.admission, proxy.router, attempts, proxy.now())
+        if not self.over and self.command is None:
+            self._proxy.tell(AnswerNow(self.id))
 
-    def send_error(self, error: errors.HttpError) -> None:
-        """End a request that has no node with an error."""
-        self.attempts.done = True
-        self._client.send_error(error, self.attempts.request_id)
-        self._end_trace(error)
-        self.forget()
+    # What the core says.
 
-    def reject(self, why: RoutingError) -> int:
-        if self._sent:  # the client has the response of the node, or of Envoy
-            return self.attempts.status
-        error = self._proxy.to_http_error(why, self.attempts.request)
-        self._client.send_error(error, self.attempts.request_id)
-        self._end_trace(error)
-        self.forget()
-        return error.status
-
-    # To a node.
-
-    def send(self, node: Node) -> None:
-        attempts, proxy, client = self.attempts, self._proxy, self._client
-        proxy.dispatcher.waiting.pop(attempts, None)  # Envoy has the request: it cannot be moved or hedged
-        if not client.send_to(self, node):
-            attempts.node_failed(Outcome.FAILED, NO_ENDPOINT, proxy.now())
+    def send(self, command: Send) -> None:
+        if not self._client.send_to(command):
+            self._proxy.tell(Failed(self.id, command.try_, NO_ENDPOINT, UNRESOLVED))
             return
-        self._sent = attempts.envoy_retries = True
+        self.command = command
         self.body = b""
 
-    def withdraw(self) -> None:
+    def withdraw(self, command: Withdraw) -> None:
         """The request cannot be taken back from Envoy."""
 
-    withdraw_hedge = promote_hedge = withdraw_prefill = withdraw
+    def cut(self, command: Cut) -> None:
+        """Envoy sends the response."""
 
-    def send_hedge(self, node: Node) -> None:
-        raise AssertionError("Envoy sends a request to one node at a time")
-
-    def send_prefill(self, prefill_node: Node, node: Node) -> None:
-        raise AssertionError("Envoy sends a request to one node at a time")
-
-    def cut(self, why: RoutingError) -> bool:
-        raise AssertionError("Envoy sends the response")
-
-    @property
-    def rank(self) -> int | None:
-        """The data-parallel rank that holds the prompt."""
-        ticket = self.attempts.ticket
-        return ticket.rank if isinstance(ticket, Dispatch) else None
+    def reject(self, command: Reject) -> None:
+        error = errors.rendered(command)
+        self._end_early(error)
+        self._close()
+        if self.command is None:  # else the client has the response of the node, or of Envoy
+            self._client.send_error(error, self.request_id)
 
     # The response, as far as Envoy shows it.
 
     def client_headers(self, head: ObservedHead) -> list[tuple[bytes, bytes]]:
         """Return the headers that the proxy would add to this response. Call it when the response has started."""
-        attempts, proxy = self.attempts, self._proxy
-        headers = [(b"X-Request-Id", attempts.request_id)]
-        if self._sent and not head.by_envoy:
-            if attempts.charge is not None:
-                limits = attempts.charge.headers(proxy.now())
-                headers += [(name.encode(), value.encode()) for name, value in limits]
-            if proxy.node_headers and names_node(proxy.node_headers, self._head):
-                headers += node_headers(attempts)
+        headers, command = [(b"X-Request-Id", self.request_id)], self.command
+        if command is not None and not head.by_envoy:
+            if command.limit_lines is not None:
+                headers += [(name.encode(), value.encode()) for name, value in command.limit_lines]
+            if command.node_lines and self._served is not None:  # nothing is known of its hit
+                headers.append((NODE_HEADER, quote(self._served.name, safe=_NAME_CHARACTERS).encode("ascii")))
+            else:
+                headers += command.node_lines
         return headers
 
     @property
     def replaces_limits(self) -> bool:
         """Whether the tenant has rate limits, which replace those of the node."""
-        return self.attempts.charge is not None
+        return self.command is not None and self.command.limit_lines is not None
 
     def response_started(self, head: ObservedHead, sees_body: bool) -> None:
-        attempts, now_s, status = self.attempts, self._proxy.now(), head.status
-        if attempts.done:
+        proxy, command, status = self._proxy, self.command, head.status
+        if self.over or command is None or self._started:
             return
-        if head.served is not None and head.served is not attempts.ticket.node:
-            served_by(attempts, self._proxy.dispatcher, head.served, now_s)
-        if self.trace is not None:
-            self.trace.node_answered(attempts.ticket, status)
-        attempts.status = status
+        self._started = True
+        self._status = status
+        served = head.served
+        if served is not None and served.number != command.node:
+            self._served = served
         error = None
         if status >= 400 and sees_body and not head.by_envoy:
-            self._error_body = ErrorBody(status, UNTIL_CLOSE, head.encoded, self._proxy.keeps_error_text)
+            self._error_body = ErrorBody(status, UNTIL_CLOSE, head.encoded, proxy.keeps_error_text)
             error = self._error_body.error
-        if head.by_envoy and status < 500:  # another filter rejects the request
-            attempts.abandon(now_s)
-        elif head.by_envoy:
-            attempts.node_failed(Outcome.FAILED, f"Envoy answered {status}", now_s)
-        elif attempts.response_started(status, head.retry_after_s, now_s, error):
-            self._observe(head.is_event_stream, sees_body)
-            return
-        self._proxy.counters.responses[status] += 1  # it failed, and Envoy tried all others
-        self._finish("failed")
-
-    def _observe(self, is_event_stream: bool, sees_body: bool) -> None:
-        attempts = self.attempts
-        if not sees_body:
-            return
-        if attempts.wants_usage:
-            self._tail = ResponseTail(MAX_TAIL_BYTES)
-        if is_event_stream and attempts.status < 400:
-            self._is_event_stream = True
-            self._first_token_search = FirstTokenSearch()
+        verdict, _ = outcome_of(status, Reader.ENVOY_ITSELF if head.by_envoy else Reader.ENVOY)
+        answers = verdict is Verdict.ANSWER
+        if not answers:
+            self._close()
+            proxy.counters.errors[status, _ERROR_CODES.get(status, "upstream_failed")] += 1
+        elif sees_body:
+            if command.wants_usage and status < 400:
+                self._tail = ResponseTail(MAX_TAIL_BYTES)
+            if head.is_event_stream and status < 400:
+                self._is_event_stream = True
+                self._first_token_search = FirstTokenSearch()
+        number = self._served.number if self._served is not None else 0
+        proxy.tell(Started(self.id, command.try_, status, error, number, head.by_envoy, head.retry_after_s))
 
     def response_data(self, data: bytes) -> None:
-        attempts = self.attempts
+        command = self.command
         if self._error_body is not None:
             self._error_body.feed(data)
-        if attempts.done or not attempts.answering or not data:
+        if self.over or not self._started or command is None or not data:
             return
         if self._tail is not None:
             self._tail.keep(data)
-        if not attempts.ticket.first_token_s:
+        if not self._first_token:
             search = self._first_token_search
             if search is None or search.feed(data):
                 self._first_token_search = None
-                attempts.first_token(self._proxy.now())
+                self._first_token = True
+                self._proxy.tell(FirstToken(self.id, command.try_, self._status))
         if self._is_event_stream and may_end(data) and self.has_last_event():
             self.response_ended()  # Envoy shows the end later, perhaps after the client's next request
 
     def response_ended(self) -> None:
-        attempts, proxy = self.attempts, self._proxy
+        """The response has ended, or the stream of an Envoy that shows no response."""
+        command = self.command
         if self._error_body is not None:
             self._error_body.finish()
-        if attempts.done:
+        if self.over or command is None:
             return
-        usage = None
-        if self._tail is not None:
-            usage = read_usage(self._tail.join())
-            if usage is not None:
-                usage = attempts.ticket.node.reported.usage(*usage)
-        attempts.response_ended(usage, proxy.now())
-        self._finish("complete")
-
-    def ended_unseen(self) -> None:
-        """The response has ended, and Envoy did not show it."""
-        attempts = self.attempts
-        if not attempts.done and not attempts.answering:
-            attempts.response_started(0, None, self._proxy.now())
-        self.response_ended()
-
-    def _finish(self, how: str) -> None:
-        proxy = self._proxy
-        if self.trace is not None:
-            self.trace.end(proxy.now(), self.attempts.status)
-        if proxy.log_requests:
-            proxy.log_request(self.attempts, how)
-        self.forget()
-
-    # The end.
-
-    def client_left(self) -> None:
-        self._proxy.client_left(self)
+        usage = read_usage(self._tail.join()) if self._tail is not None else None
+        error = self._error_body.error if self._error_body is not None else None
+        now_s = self._proxy.now()
+        self._close()
+        self._proxy.tell(Ended(self.id, command.try_, self._status, now_s, usage, error), now_s)
 
     def has_last_event(self) -> bool:
         return self._tail is not None and has_last_event(self._tail.join())
 
-    def response_complete(self) -> None:
-        self.response_ended()
+    # The end.
 
-    def release(self) -> None:
-        """Give up what the request holds: its prompt, its place in the queue, its ticket."""
-        if self.pending_prompt is not None:
-            self.pending_prompt.cancel()
-        if not self.attempts.done:
-            self.attempts.abandon(self._proxy.now())
-        self.forget()
-
-    def forget(self) -> None:
-        """Drop the body, and what leads from the attempts back to this exchange."""
-        self.body = b""
-        self.attempts.driver = self._proxy.ended
-
-    def internal_error(self, error: Exception) -> None:
-        request_id = self.attempts.request_id
-        http_error = self._proxy.internal_error(error, request_id)
-        try:
-            self.release()
-        except Exception as another:
-            self._proxy.internal_error(another, request_id)
-        self._end_trace(http_error)
-        self._client.send_error(http_error, request_id)
+    def client_left(self) -> None:
+        if self.over:
+            return
+        if self.has_last_event():
+            self.response_ended()
+            return
+        self._end_early(None)
+        self._close()
+        if self.known:
+            self._proxy.tell(Cancel(self.id, Left.LEFT))
+        else:
+            self._proxy.counters.disconnects += 1
 
     def cut_off(self) -> None:
         """The picker stops. Envoy completes a response that has a node without it."""
-        self.release()
+        if self.over:
+            return
         why = errors.router_stopping()
-        self._end_trace(why)
-        if not self._sent:
-            self._client.send_error(why, self.attempts.request_id)
+        self._end_early(why)
+        self._close()
+        if self.known:
+            self._proxy.tell(Cancel(self.id, Left.STOPPING))
+        if self.command is None:
+            self._client.send_error(why, self.request_id)
+
+    def internal_error(self, error: Exception) -> None:
+        proxy = self._proxy
+        http_error = proxy.internal_error(error, self.request_id)
+        if not self.over:
+            self._end_early(http_error)
+            self._close()
+            if self.known:
+                proxy.tell(Cancel(self.id, Left.INTERNAL, where_it_failed(error)))
+        self._client.send_error(http_error, self.request_id)
+
+    def _close(self) -> None:
+        self.over = True
+        self._proxy.exchanges.pop(self.id, None)
+        if self.pending_prompt is not None:
+            self.pending_prompt.cancel()
+            self.pending_prompt = None
+        self.body = b""
+        self.outline = self.kept = None
+
+    def _end_early(self, error: HttpError | None) -> None:
+        """The call ends. Note it, if the core cannot, as the call has not asked for a node. `error`: None if the client
+        has left."""
+        if not self.arrived and (self.trace is not None or self.kept is not None):
+            self._proxy.end_early(error, self.trace, self.kept, self.request, self.request_id)
 
     def pause_response(self) -> None:
         """Envoy sends the response to the client."""
 
-    resume_response = pause_response
-
-    def _end_trace(self, error: errors.HttpError) -> None:
-        if self.trace is not None:
-            self.trace.end(self._proxy.now(), error.status, error.code)
+    def resume_response(self) -> None:
+        pass
 
 
 # Turns the headers that Envoy sends into the request head that the HTTP edge would have read.
@@ -353,7 +369,7 @@ class EnvoyHead:
 class ObservedHead(NamedTuple):
     status: int
     """0 if it cannot be read."""
-    served: Node | None
+    served: NodeRow | None
     """The node that answers; None if it is unknown."""
     by_envoy: bool
     """No node answers, but Envoy itself."""
@@ -364,7 +380,7 @@ class ObservedHead(NamedTuple):
     """Whether its tokens can be seen one by one."""
 
 
-def read_response_head(message: Any, node_at: Callable[[str], Node | None]) -> ObservedHead:
+def read_response_head(message: Any, node_at: Callable[[str], NodeRow | None]) -> ObservedHead:
     """`node_at`: returns the node at an endpoint."""
     status, content_type, retry_after = 0, b"", b""
     encoded = from_node = False
@@ -420,9 +436,9 @@ MAX_HELD: Final = 64
 
 class PickerStream:
     __slots__ = (
-        "_body_bytes", "_body_tenant", "_call", "_chunks", "_deciding", "_envoy", "_exchange", "_has_body", "_held",
+        "_body_bytes", "_body_tenant", "_call", "_chunks", "_deciding", "_envoy", "_has_body", "_held",
         "_in_message", "_mode", "_outbox", "_over", "_pieces", "_response_mode", "_saw_response", "_server", "_subset",
-        "_timer", "_trailers", "body_started_s", "peer", "rights",
+        "_timer", "_trailers", "body_started_s", "exchange", "peer", "rights",
     )  # fmt: skip
 
     def __init__(self, server: PickerServer, call: Call) -> None:
@@ -433,7 +449,7 @@ class PickerStream:
         self.rights: Rights
         self.body_started_s = 0.0
         self._envoy: EnvoyHead | None = None
-        self._exchange: RequestExchange | LargeBodyExchange | None = None
+        self.exchange: EnvoyExchange | ScanningExchange | None = None
         self._mode = DUPLEX
         self._response_mode = NONE
         self._subset: frozenset[str] | None = None
@@ -536,10 +552,10 @@ class PickerStream:
         self._timer = asyncio.get_running_loop().call_later(limit_s * (1.0 - MARGIN), self._time_is_up)
 
     def _time_is_up(self) -> None:
-        exchange = self._exchange
+        exchange = self.exchange
         if not self._deciding:
             return
-        if isinstance(exchange, PickerExchange):
+        if isinstance(exchange, EnvoyExchange):
             exchange.time_is_up()
         else:  # its body is still being scanned
             self._timer = asyncio.get_running_loop().call_later(SCAN_S, self._time_is_up)
@@ -557,7 +573,7 @@ class PickerStream:
         return not self._deciding
 
     def _fail(self, error: Exception) -> None:
-        exchange, self._exchange = self._exchange, None
+        exchange, self.exchange = self.exchange, None
         if exchange is not None:
             exchange.internal_error(error)
         else:
@@ -576,14 +592,14 @@ class PickerStream:
         elif kind == "response_headers":
             self._receive_response_head(message)
         elif kind == "request_trailers":
-            if self._exchange is None:
+            if self.exchange is None:
                 self._trailers = True
                 self._decide()
             else:
                 self._outbox.append(ext_proc.CONTINUE_TRAILERS)
         elif kind == "response_trailers":
-            if isinstance(self._exchange, PickerExchange):
-                self._exchange.response_ended()
+            if isinstance(self.exchange, EnvoyExchange):
+                self.exchange.response_ended()
             self._outbox.append(ext_proc.CONTINUE_RESPONSE_TRAILERS)
 
     def _receive_head(self, message: Any) -> None:
@@ -617,7 +633,7 @@ class PickerStream:
                 self._outbox.append(ext_proc.CONTINUE_HEADERS)
 
     def _receive_body(self, http: Any) -> None:
-        if self._exchange is not None:  # decided without it
+        if self.exchange is not None:  # decided without it
             self._outbox.append(ext_proc.CONTINUE_BODY)
             return
         server, piece, tenant = self._server, http.body, self._body_tenant
@@ -641,7 +657,7 @@ class PickerStream:
         envoy, proxy = self._envoy, self._server.proxy
         if envoy is None:
             raise errors.bad_request("The body came before the headers.")
-        if self._exchange is not None:
+        if self.exchange is not None:
             self._leave()
             raise errors.bad_request("The request was complete before.")
         self._deciding = True
@@ -649,17 +665,15 @@ class PickerStream:
         head = envoy.head
         if head.method == b"POST" and not self._has_body and not self._pieces and self._mode == NONE:
             path = head.target.partition(b"?")[0]
-            self._exchange = proxy.begin(self, head, path, b"", ScannedBody(envoy.model, b""), None)
+            proxy.begin(self, head, path, b"", ScannedBody(envoy.model, b""), None, EnvoyExchange)
             return
         pieces = self._pieces
         body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
-        exchange = proxy.serve(self, head, body)
-        if self._exchange is None:
-            self._exchange = exchange
+        proxy.serve(self, head, body, EnvoyExchange)
 
     def _leave(self) -> None:
         """Give up the request that the stream has begun."""
-        exchange, self._exchange = self._exchange, None
+        exchange, self.exchange = self.exchange, None
         if exchange is not None:
             exchange.client_left()
 
@@ -676,21 +690,18 @@ class PickerStream:
         return bool(self._response_mode != NONE)
 
     def is_serving(self, exchange: object) -> bool:
-        return self._exchange is exchange and self._deciding
+        return self.exchange is exchange and self._deciding
 
-    def replace_exchange(self, exchange: object, other: PickerExchange) -> None:
-        if self._exchange is exchange:
-            self._exchange = other
-
-    def send_to(self, exchange: PickerExchange, node: Node) -> bool:
-        """Tell Envoy to send the request to this node. Return False if the node's endpoint is unknown."""
+    def send_to(self, command: Send) -> bool:
+        """Tell Envoy to send the request to the command's node. Return False if the node's endpoint is unknown."""
         server, envoy = self._server, self._envoy
         assert envoy is not None
-        named = server.named_endpoints(exchange.attempts.decision, node, exchange.attempts)
-        if not named:
+        row = server.proxy.tables().nodes.get(command.node)
+        named = server.named_endpoints(row, command.fallbacks) if row is not None else ""
+        if row is None or not named:
             return False
-        authorization, remove = server.credentials(node, self.rights)
-        rank = exchange.rank
+        authorization, remove = server.credentials(row, self.rights)
+        rank = command.rank if command.rank >= 0 else None
         if rank is None and envoy.rank_given:
             remove = (*remove, ext_proc.RANK)
         on_body = self._has_body and self._mode in (BUFFERED, BUFFERED_PARTIAL)
@@ -709,8 +720,8 @@ class PickerStream:
         """Answer in place of a node."""
         self._outbox = [ext_proc.immediate(status, body, headers, content_type)]
         self._over = True
-        if isinstance(self._exchange, LargeBodyExchange):  # which has ended with this
-            self._exchange = None
+        if isinstance(self.exchange, ScanningExchange):  # which has ended with this
+            self.exchange = None
         self._answer()
 
     def send_error(self, error: HttpError, request_id: bytes = b"") -> None:
@@ -744,8 +755,8 @@ class PickerStream:
 
     def _receive_response_head(self, message: Any) -> None:
         self._saw_response = True
-        exchange, server = self._exchange, self._server
-        if not isinstance(exchange, PickerExchange):
+        exchange, server = self.exchange, self._server
+        if not isinstance(exchange, EnvoyExchange):
             self._outbox.append(ext_proc.CONTINUE_RESPONSE_HEADERS)
             return
         server.shows_responses(self._call.peer_host)
@@ -758,12 +769,12 @@ class PickerStream:
             exchange.response_ended()
 
     def _receive_response(self, http: Any) -> None:
-        exchange, ends = self._exchange, http.end_of_stream
+        exchange, ends = self.exchange, http.end_of_stream
         if self._response_mode == DUPLEX:
             self._outbox.append(ext_proc.response_chunk(http.body, ends))
         else:
             self._outbox.append(ext_proc.CONTINUE_RESPONSE_BODY)
-        if isinstance(exchange, PickerExchange):
+        if isinstance(exchange, EnvoyExchange):
             exchange.response_data(http.body)
             if ends:
                 exchange.response_ended()
@@ -777,12 +788,12 @@ class PickerStream:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        exchange, self._exchange = self._exchange, None
+        exchange, self.exchange = self.exchange, None
         if exchange is not None:
             undecided, self._deciding = self._deciding, False
             try:
-                if isinstance(exchange, PickerExchange) and not undecided and self._response_is_unseen():
-                    exchange.ended_unseen()
+                if isinstance(exchange, EnvoyExchange) and not undecided and self._response_is_unseen():
+                    exchange.response_ended()
                 else:
                     exchange.client_left()
             except Exception as error:
@@ -799,7 +810,7 @@ class PickerStream:
     def cut_off(self) -> None:
         """The picker stops: end the stream, so that Envoy continues without it."""
         self._in_message = True
-        exchange = self._exchange
+        exchange = self.exchange
         if exchange is not None:
             exchange.cut_off()
         else:
@@ -813,4 +824,8 @@ class PickerStream:
 
     @property
     def busy(self) -> bool:
-        return self._exchange is not None or self._body_bytes > 0
+        return self.exchange is not None or self._body_bytes > 0
+
+    @property
+    def has_node(self) -> bool:
+        return self.exchange is not None and self.exchange.has_node

@@ -35,4 +35,4 @@ if __name__ == "__main__":
     if log != "-":
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), sys.stderr.fileno())
     sys.argv[1:] = command
-    runpy.run_module("warmroute.app.main", run_name="__main__")
+    runpy.run_module("warmroute", run_name="__main__")

@@ -9,8 +9,8 @@ from typing import Final
 
 import msgspec
 
-from warmroute._kernel import ATTENTION_WORK
 from warmroute.config import Index, Objective
+from warmroute.core.prefill_work import ATTENTION_WORK
 from warmroute.lab.engine.blocks import BlockContent, mix64
 from warmroute.lab.engine.timing import Profile, Timing
 from warmroute.lab.planning.recorded_traffic import RecordedRequest, Sample

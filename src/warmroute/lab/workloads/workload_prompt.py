@@ -9,8 +9,8 @@ from typing import Final, Literal, Protocol
 
 import msgspec
 
-from warmroute._kernel import KEY_CHARACTERS
 from warmroute.config.routing import PriorityName
+from warmroute.core.messages import KEY_CHARACTERS
 from warmroute.lab.engine.blocks import BlockContent, mix64, seed64
 
 # One request of a workload, as the simulated engines, the router and the load generator need it, and prompts made of

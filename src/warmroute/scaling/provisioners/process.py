@@ -37,7 +37,7 @@ POLL_S = 0.05
 FORGET_S = 600.0
 """How long the status reports a process that ended by itself."""
 TOKEN_VARIABLE = "WARMROUTE_TOKEN"
-SIMULATED_ENGINE = (sys.executable, "-m", "warmroute.app.main", "engine", "--port", "{port}")
+SIMULATED_ENGINE = (sys.executable, "-m", "warmroute", "engine", "--port", "{port}")
 
 
 class ProcessRecord(msgspec.Struct, frozen=True, kw_only=True):
