@@ -155,6 +155,7 @@ def test_nothing_is_kept_of_a_request_that_nobody_wants() -> None:
     assert not setting.brain.ended
 
 
+@pytest.mark.interpreted
 def test_a_bug_costs_one_request_and_no_other(caplog: pytest.LogCaptureFixture, monkeypatch: Any) -> None:
     caplog.set_level(logging.INFO)
     setting = Setting()

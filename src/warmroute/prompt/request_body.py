@@ -120,7 +120,8 @@ class BodyMessages:
 class ConvertedMessages:
     """Messages that were built from the whole parsed request (the responses API, embeddings of chats)."""
 
-    def __init__(self, messages: Sequence[Message], convert: ConvertItem) -> None:
+    def __init__(self, messages: Sequence[Any], convert: ConvertItem) -> None:
+        # A client may have sent anything in the place of a message: what it is shows when it is rendered.
         self._messages = messages
         self._convert = convert
         self.count = len(messages)
