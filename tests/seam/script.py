@@ -376,12 +376,11 @@ def left(status: int = 0, *, was_sent: bool = True, **more: Any) -> End:
 @dataclass(frozen=True)
 class Script:
     number: str
-    """As in the specification of calls, with a letter where one scenario is several scripts."""
+    """With a letter where one scenario is several scripts."""
     title: str
     nodes: Mapping[str, NodeSpec]
     lines: tuple[Line, ...]
     before: Sequence[Serve]
-    rules: tuple[str, ...]
     needs: frozenset[str]
     config: Mapping[str, Mapping[str, Any]]
     """Tables `admission`, `pricing`, `hedging`, `routing`, `health`, `upstream`, and `limits`: a tenant's requests and
@@ -447,12 +446,12 @@ def _needs_of(event: Tell, at_ms: float, begun: dict[str, float]) -> Iterator[st
 
 def script(
     number: int | str, title: str, nodes: Mapping[str, NodeSpec], *lines: Line,
-    before: Sequence[Serve] = (), rules: str = "", needs: str = "", ends: Mapping[str, End] | None = None,
+    before: Sequence[Serve] = (), needs: str = "", ends: Mapping[str, End] | None = None,
     outcomes: Mapping[str, str] | None = None, counters: Mapping[str, Any] | None = None,
     states: Mapping[str, Mapping[str, Any]] | None = None, first_node_wait_s: float = 0.0, **config: Mapping[str, Any],
 ) -> Script:  # fmt: skip
     all_needs = frozenset([*needs.split(), *_needs(nodes, lines, config.get("limits"))])
     return Script(
-        str(number), title, nodes, lines, before, tuple(rules.split()), all_needs, config,
+        str(number), title, nodes, lines, before, all_needs, config,
         ends or {}, outcomes, counters or {}, states or {}, first_node_wait_s,
     )  # fmt: skip

@@ -80,7 +80,7 @@ SCRIPTS: Final[tuple[Script, ...]] = (
             "x": cut_off(0, None, "nothing"), "y": cut_off(503, "CANCELLED", "nothing"),
             "v": cut_off(503, "CANCELLED", "nothing"), "z": cut_off(200, "CANCELLED", "estimate"),
         },
-        outcomes={"a": "CANCELLED CANCELLED", "b": "CANCELLED"}, counters={"interrupted": 1}, rules="K12",
+        outcomes={"a": "CANCELLED CANCELLED", "b": "CANCELLED"}, counters={"interrupted": 1},
         needs="retries_itself",
     ),
     script(
@@ -95,7 +95,7 @@ SCRIPTS: Final[tuple[Script, ...]] = (
             "x": End("CANCELLED", 500, "nothing", left="INTERNAL"),
             "y": End("CANCELLED", 200, "estimate", left="INTERNAL"),
         },
-        outcomes={"a": "CANCELLED", "b": "CANCELLED"}, counters={"interrupted": 1}, rules="K12",
+        outcomes={"a": "CANCELLED", "b": "CANCELLED"}, counters={"interrupted": 1},
         needs="retries_itself",
     ),
     script(
@@ -119,7 +119,7 @@ SCRIPTS: Final[tuple[Script, ...]] = (
         ends={
             "w": left(), "x": End(None, 500, "nothing", code="internal_error", left="INTERNAL"), "y": answered(),
         },
-        outcomes={"a": "CANCELLED OK"}, counters={"disconnects": 1, "responses": {200: 1}}, rules="K20",
+        outcomes={"a": "CANCELLED OK"}, counters={"disconnects": 1, "responses": {200: 1}},
         needs="faults retries_itself",
     ),
     script(

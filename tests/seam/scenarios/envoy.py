@@ -44,7 +44,7 @@ def fails(number: str, title: str, status: int, outcome: str, *, by_envoy: bool 
     return envoy(
         number, title,
         at(100, started("x", 1, status, by_envoy=by_envoy)),
-        ends={"x": End(outcome, status, "nothing")}, outcomes={"a": outcome}, rules="K14",
+        ends={"x": End(outcome, status, "nothing")}, outcomes={"a": outcome},
     )  # fmt: skip
 
 
@@ -121,14 +121,14 @@ SCRIPTS: Final[tuple[Script, ...]] = (
         at(0, arrive("w", on="b", tokens=200_000, envoy=True), send("w", 1, "b")),
         then(arrive("x", envoy=True), send("x", 1, "a"), send("x", 2, "b")),
         then(ended("x", 2)),
-        ends={"x": answered()}, states={"a": {"health": "up"}}, rules="K15", needs="names_nodes",
+        ends={"x": answered()}, states={"a": {"health": "up"}}, needs="names_nodes",
         outcomes={"a": "CANCELLED", "b": "OK"}, counters={"responses": {200: 1}, "retries": 1},
     ),
     envoy(
         121, "a node whose name has no address was not asked",
         then(failed("x", 1, NO_ENDPOINT), send("x", 2, "b|c")),
         then(ended("x", 2)),
-        ends={"x": answered()}, states={"a": {"health": "up", "excused_failures": 0}}, rules="K15",
+        ends={"x": answered()}, states={"a": {"health": "up", "excused_failures": 0}},
         outcomes={"a": "CANCELLED", "b": "OK"}, counters={"responses": {200: 1}, "retries": 1},
         needs="is_envoy late_answers",
     ),
@@ -145,7 +145,7 @@ SCRIPTS: Final[tuple[Script, ...]] = (
         fleet("a b c"),
         at(0, arrive("x", envoy=True, subset=("a", "b")), send("x", 1, "a|b")),
         at(100, started("x", 1, 500)),
-        ends={"x": End("FAILED", 500, "nothing")}, rules="K1", needs=NEEDS,
+        ends={"x": End("FAILED", 500, "nothing")}, needs=NEEDS,
     ),
 )
 # fmt: on

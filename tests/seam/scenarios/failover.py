@@ -174,7 +174,7 @@ SCRIPTS: Final[tuple[Script, ...]] = (
         then(arrive("x", on="b"), send("x", 1, "b")),
         then(failed("x", 1, 500), send("x", 2, "c")),
         then(failed("x", 2, 500), send("x", 3, "a")),
-        states={"a": {"health": "up"}}, counters={"retries": 3, "disconnects": 1}, rules="K7", needs="retries_itself",
+        states={"a": {"health": "up"}}, counters={"retries": 3, "disconnects": 1}, needs="retries_itself",
     ),
     script(
         43, "a failed and a busy node: the error names the time of the busy one",
@@ -232,7 +232,7 @@ SCRIPTS: Final[tuple[Script, ...]] = (
         at(0, arrive("x"), send("x", 1, "a")),
         at(0, arrive("y", on="a"), send("y", 1, "a")),
         at(5, failed("x", 1, REFUSED), withdraw("y", 1), send("x", 2, "b"), send("y", 2, "b")),
-        outcomes={"a": "FAILED FAILED"}, counters={"retries": 2}, states={"a": {"health": "down"}}, rules="K9",
+        outcomes={"a": "FAILED FAILED"}, counters={"retries": 2}, states={"a": {"health": "down"}},
         needs="retries_itself",
     ),
     script(
@@ -289,14 +289,14 @@ SCRIPTS: Final[tuple[Script, ...]] = (
         then(failed("x", 1, LOCAL), send("x", 2, "b")),
         then(failed("x", 2, LOCAL), reject("x", 503, "router_out_of_resources")),
         ends={"x": rejected(503, "router_out_of_resources", "BUSY")}, outcomes={"a": "BUSY", "b": "BUSY"},
-        counters={"retries": 1}, rules="K15", needs="retries_itself",
+        counters={"retries": 1}, needs="retries_itself",
     ),
     script(
         55, "a call for some of the nodes goes to no other one",
         fleet("a b"),
         at(0, arrive("x", subset=("a",)), send("x", 1, "a")),
         then(failed("x", 1, 500), reject("x", 502, "upstream_failed", "tried 1 node")),
-        ends={"x": FAILED_ALL}, outcomes={"a": "FAILED"}, rules="K1", needs="retries_itself",
+        ends={"x": FAILED_ALL}, outcomes={"a": "FAILED"}, needs="retries_itself",
     ),
     *(
         script(
@@ -304,7 +304,7 @@ SCRIPTS: Final[tuple[Script, ...]] = (
             fleet("a b"),
             at(0, arrive("x", repeatable=False), send("x", 1, "a")),
             at(100, failed("x", 1, status), reject("x", 502, "upstream_failed", "tried 1 node")),
-            ends={"x": FAILED_ALL}, outcomes={"a": "FAILED"}, rules="K3", needs="retries_itself", upstream=PATIENCE,
+            ends={"x": FAILED_ALL}, outcomes={"a": "FAILED"}, needs="retries_itself", upstream=PATIENCE,
         )
         for letter, status in REPEATABLE
     ),
@@ -314,7 +314,7 @@ SCRIPTS: Final[tuple[Script, ...]] = (
             fleet("a b"),
             at(0, arrive("x", repeatable=False), send("x", 1, "a")),
             at(100, failed("x", 1, status), send("x", 2, "b")),
-            counters={"retries": 1}, rules="K3", needs="retries_itself",
+            counters={"retries": 1}, needs="retries_itself",
         )
         for letter, status in NEVER_BEGUN
     ),

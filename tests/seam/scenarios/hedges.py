@@ -115,7 +115,7 @@ SCRIPTS: Final[tuple[Script, ...]] = (
         at(2400, failed("x", 2, REFUSED)),
         then(ended("x", 1)),
         ends={"x": answered()}, outcomes={"a": "OK", "b": "FAILED"}, counters={"responses": {200: 1}},
-        states={"b": {"health": "down"}}, rules="K9",
+        states={"b": {"health": "down"}},
     ),
     hedged(
         80, "a busy hedge and a busy node are busy",
@@ -239,7 +239,6 @@ SCRIPTS: Final[tuple[Script, ...]] = (
         at(2400, started("x", 2, 400)),
         then(ended("x", 2, 400)),
         ends={"x": answered(400)}, outcomes={"a": "CANCELLED", "b": "REJECTED"}, counters={"responses": {400: 1}},
-        rules="K8",
     ),
     script(
         92, "overdue calls without a second node do not keep others from a hedge",

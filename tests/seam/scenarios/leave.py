@@ -77,7 +77,7 @@ SCRIPTS: Final[tuple[Script, ...]] = (
         SENT,
         at(3000, removed("a")),
         at(4000, comes_up("b"), withdraw("x", 1), send("x", 2, "b")),
-        outcomes={"a": "FAILED"}, counters={"retries": 1}, rules="K2", needs="retries_itself",
+        outcomes={"a": "FAILED"}, counters={"retries": 1}, needs="retries_itself",
     ),
     script(
         70, "a call on a suspected node moves when another one is not drained any more",
@@ -86,7 +86,7 @@ SCRIPTS: Final[tuple[Script, ...]] = (
         SENT,
         at(3000, suspected("a")),
         at(4000, undrained("b"), withdraw("x", 1), send("x", 2, "b")),
-        outcomes={"a": "FAILED"}, counters={"retries": 1}, rules="K2", needs="retries_itself",
+        outcomes={"a": "FAILED"}, counters={"retries": 1}, needs="retries_itself",
     ),
     script(
         71, "many calls leave a node in several turns",
@@ -128,7 +128,7 @@ SCRIPTS: Final[tuple[Script, ...]] = (
         fleet("a b c"),
         SENT,
         at(3000, refuses("a"), withdraw("x", 1), reject("x", 502, "upstream_failed")),
-        upstream={"max_attempts": 1}, outcomes={"a": "FAILED"}, rules="K6", needs="retries_itself",
+        upstream={"max_attempts": 1}, outcomes={"a": "FAILED"}, needs="retries_itself",
         ends={"x": rejected(502, "upstream_failed", "FAILED")},
     ),
     script(
@@ -136,7 +136,7 @@ SCRIPTS: Final[tuple[Script, ...]] = (
         fleet("a b"),
         at(0, arrive("x", deadline_ms=1000), send("x", 1, "a")),
         at(3000, refuses("a"), withdraw("x", 1), reject("x", 502, "upstream_failed")),
-        outcomes={"a": "FAILED"}, rules="K6", needs="retries_itself",
+        outcomes={"a": "FAILED"}, needs="retries_itself",
         ends={"x": rejected(502, "upstream_failed", "FAILED")},
     ),
     script(

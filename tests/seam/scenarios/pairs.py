@@ -176,7 +176,7 @@ SCRIPTS: Final[tuple[Script, ...]] = (
         at(210, failed("x", 2, REFUSED), decode("x", 3, "e", kv_from=1)),
         serves("x", 3),
         hedging=HEDGING, outcomes={"p": "OK", "d": "FAILED", "e": "OK"}, states={"d": {"health": "down"}},
-        counters={"responses": {200: 1}, "split_requests": {"transferred": 1}, "retries": 1}, rules="K22",
+        counters={"responses": {200: 1}, "split_requests": {"transferred": 1}, "retries": 1},
         ends={"x": answered(reported=(2000, 512, 40))}, needs="retries_itself",
     ),
     script(
@@ -188,7 +188,7 @@ SCRIPTS: Final[tuple[Script, ...]] = (
         serves("x", 4),
         hedging=HEDGING, outcomes={"p": "OK OK", "d": "FAILED", "e": "OK"}, needs="retries_itself",
         counters={"responses": {200: 1}, "split_requests": {"transferred": 1, "decode_failed": 1}, "retries": 1},
-        ends={"x": answered(tried=2, reported=(2000, 512, 40))}, rules="K18",
+        ends={"x": answered(tried=2, reported=(2000, 512, 40))},
     ),
     script(
         101, "a prefill node that drains gets no call a second time",
@@ -199,7 +199,7 @@ SCRIPTS: Final[tuple[Script, ...]] = (
         serves("x", 3),
         hedging=HEDGING, outcomes={"p": "OK", "d": "FAILED", "e": "OK"}, needs="retries_itself",
         counters={"responses": {200: 1}, "split_requests": {"decode_failed": 1}, "retries": 1},
-        ends={"x": answered(tried=2, reported=(2000, 0, 40))}, rules="K18",
+        ends={"x": answered(tried=2, reported=(2000, 0, 40))},
     ),
     script(
         102, "a decode node that goes down during the prefill is replaced",
@@ -208,7 +208,7 @@ SCRIPTS: Final[tuple[Script, ...]] = (
         at(100, refuses("d"), reserve("x", 3, "e")),
         at(200, prefilled("x", 1, usage=PREFILL_USAGE), decode("x", 3, "e", kv_from=1)),
         serves("x", 3),
-        hedging=HEDGING, outcomes={"p": "OK", "d": "CANCELLED", "e": "OK"}, needs="retries_itself", rules="K17",
+        hedging=HEDGING, outcomes={"p": "OK", "d": "CANCELLED", "e": "OK"}, needs="retries_itself",
         counters={"responses": {200: 1}, "split_requests": {"transferred": 1}, "retries": 1},
         ends={"x": answered(tried=1, reported=(2000, 512, 40))},
     ),
@@ -265,7 +265,7 @@ SCRIPTS: Final[tuple[Script, ...]] = (
         then(started("x", 4)),
         serves("x", 4),
         hedging=HEDGING, outcomes={"p": "FAILED", "q": "OK", "d": "CANCELLED OK"}, needs="retries_itself",
-        counters={"responses": {200: 1}, "split_requests": {"prefill_failed": 1, "transferred": 1}}, rules="K18",
+        counters={"responses": {200: 1}, "split_requests": {"prefill_failed": 1, "transferred": 1}},
         ends={"x": answered(tried=2, reported=(2000, 512, 40))},
     ),
     script(
@@ -273,7 +273,7 @@ SCRIPTS: Final[tuple[Script, ...]] = (
         SGLANG,
         at(0, arrive("x", tokens=2000), *both("x", 1, "p", "d")),
         at(100, failed("x", 1, 500), withdraw("x", 2), reject("x", 503, "no_node_available")),
-        hedging=HEDGING, outcomes={"p": "FAILED", "d": "CANCELLED"}, needs="retries_itself", rules="K5",
+        hedging=HEDGING, outcomes={"p": "FAILED", "d": "CANCELLED"}, needs="retries_itself",
         counters={"split_requests": {"prefill_failed": 1}},
     ),
     script(
@@ -283,7 +283,7 @@ SCRIPTS: Final[tuple[Script, ...]] = (
         then(arrive("x", tokens=2000), *both("x", 1, "p", "d")),
         at(50, undrained("m")),
         at(100, failed("x", 1, 500), withdraw("x", 2), send("x", 3, "m")),
-        hedging=HEDGING, outcomes={"p": "FAILED", "d": "CANCELLED"}, needs="retries_itself", rules="K5",
+        hedging=HEDGING, outcomes={"p": "FAILED", "d": "CANCELLED"}, needs="retries_itself",
         counters={"split_requests": {"prefill_failed": 1}, "retries": 1},
     ),
     script(
@@ -291,7 +291,7 @@ SCRIPTS: Final[tuple[Script, ...]] = (
         fleet(prefill="p q r", decode="d", engine="sglang"),
         at(0, arrive("x", tokens=2000), *both("x", 1, "p", "d")),
         at(100, failed("x", 1, 500), withdraw("x", 2), reject("x", 502, "upstream_failed")),
-        hedging=HEDGING, upstream={"max_attempts": 1}, outcomes={"p": "FAILED", "d": "CANCELLED"}, rules="K4",
+        hedging=HEDGING, upstream={"max_attempts": 1}, outcomes={"p": "FAILED", "d": "CANCELLED"},
         needs="retries_itself", counters={"split_requests": {"prefill_failed": 1}},
     ),
     script(
@@ -299,7 +299,7 @@ SCRIPTS: Final[tuple[Script, ...]] = (
         fleet(prefill="p", decode="d", engine="vllm"),
         arrives(deadline_ms=1000),
         at(1500, failed("x", 1, 500), reject("x", 502, "upstream_failed")),
-        hedging=HEDGING, outcomes={"p": "FAILED", "d": "CANCELLED"}, rules="K4", needs="retries_itself",
+        hedging=HEDGING, outcomes={"p": "FAILED", "d": "CANCELLED"}, needs="retries_itself",
         counters={"split_requests": {"prefill_failed": 1}},
     ),
     script(
@@ -318,7 +318,7 @@ SCRIPTS: Final[tuple[Script, ...]] = (
         at(200, prefilled("x", 1), decode("x", 2, "d", kv_from=1, prefill_node="m")),
         at(300, failed("x", 2, 503), send("x", 3, "m")),
         serves("x", 3),
-        hedging=HEDGING, outcomes={"m": "OK OK", "d": "BUSY"}, needs="retries_itself", rules="K18",
+        hedging=HEDGING, outcomes={"m": "OK OK", "d": "BUSY"}, needs="retries_itself",
         counters={"responses": {200: 1}, "split_requests": {"decode_failed": 1}, "retries": 1},
         ends={"x": answered(tried=2, reported=(2000, 0, 40))},
     ),
@@ -349,7 +349,7 @@ SCRIPTS: Final[tuple[Script, ...]] = (
         at(300, failed("x", 2, CLOSED, how="closes after a role"), prefill("x", 3, "p", "e")),
         at(400, prefilled("x", 3, usage=PREFILL_USAGE), decode("x", 4, "e", kv_from=3)),
         serves("x", 4),
-        hedging=HEDGING, outcomes={"p": "OK OK", "d": "FAILED", "e": "OK"}, needs="retries_itself", rules="K18",
+        hedging=HEDGING, outcomes={"p": "OK OK", "d": "FAILED", "e": "OK"}, needs="retries_itself",
         counters={"responses": {200: 1}, "retries": 1, "split_requests": {"decode_failed": 1, "transferred": 1}},
         ends={"x": answered(reported=(2000, 512, 40))},
     ),

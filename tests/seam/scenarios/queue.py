@@ -288,7 +288,7 @@ SCRIPTS: Final[tuple[Script, ...]] = (
         at(0, arrive("x", deadline_ms=5000)),
         until(4900),
         until(5060, reject("x", 429, "deadline_unreachable")),
-        first_node_wait_s=60, rules="K13", needs="retries_itself sets_the_clock",
+        first_node_wait_s=60, needs="retries_itself sets_the_clock",
         ends={"x": rejected(429, "deadline_unreachable")}, counters={"rejected": {"deadline_ttft": 1}},
     ),
     script(
@@ -296,7 +296,7 @@ SCRIPTS: Final[tuple[Script, ...]] = (
         NO_NODE,
         at(0, arrive("x", deadline_ms=5000)),
         at(5500, joins("a"), reject("x", 429, "deadline_unreachable"), within_ms=60, stalls=True),
-        first_node_wait_s=60, rules="K13", needs="sets_the_clock",
+        first_node_wait_s=60, needs="sets_the_clock",
         ends={"x": rejected(429, "deadline_unreachable")}, counters={"rejected": {"deadline_ttft": 1}},
     ),
     script(
