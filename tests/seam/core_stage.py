@@ -114,7 +114,7 @@ class CoreStage:
         if FAULTS in script.needs:
             self._make_breakable()
         self.brain = Brain(
-            self.fleet, self.router, self.admission, self.counters, rate_limits=self.rate_limits,
+            self.fleet, self.router, self.admission, self.counters,
             traffic=self.traffic, journal=self.journal,
             max_attempts=table.get("upstream", {}).get("max_attempts", 0),
             hedging=Hedging(**table.get("hedging", {})),

@@ -311,7 +311,7 @@ class Service:
         self.last_decisions = LastDecisions(config.journal, self.counters)
         self.journal_file = JournalFile(self.last_decisions, self.counters, now)
         self.brain = Brain(
-            self.fleet, self.router, self.admission, self.counters, rate_limits=self.rate_limits, traffic=self.traffic,
+            self.fleet, self.router, self.admission, self.counters, traffic=self.traffic,
             journal=self.last_decisions, max_attempts=config.upstream.max_attempts, hedging=config.hedging,
             ticks_always=True,
         )  # fmt: skip

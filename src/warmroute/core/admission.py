@@ -362,7 +362,7 @@ class Admission:
                 and not (request.deadline_s or request.total_deadline_s)
                 and (not node.inflight or decision.index < 0 or self.has_room(node, now_s))
             ):  # fmt: skip
-                return decision  # nobody waits, and nothing but room matters
+                return decision  # no call waits and no limit applies, so only the room on the node counts
             decision, has_room = self._check_room(request, decision, now_s)
             if has_room and queue.tenants and self._comes_after(request, decision, now_s):
                 first = self._first_for(decision.entry_node, now_s)

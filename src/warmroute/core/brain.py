@@ -45,7 +45,6 @@ from warmroute.core.messages import (
 )
 from warmroute.core.node import Node
 from warmroute.core.overdue import CHECK_S, OverdueRule, deadline_passed, may_miss_deadline
-from warmroute.core.rate_limits import RateLimits
 from warmroute.core.router import Router
 from warmroute.core.traffic import Counters, Traffic
 from warmroute.event_log import EventLog
@@ -80,7 +79,6 @@ class Brain:
         admission: Admission,
         counters: Counters,
         *,
-        rate_limits: RateLimits | None = None,
         traffic: Traffic | None = None,
         journal: LastDecisions | None = None,
         max_attempts: int = 0,
@@ -94,7 +92,6 @@ class Brain:
         self.router = router
         self.admission = admission
         self.counters = counters
-        self.rate_limits = rate_limits
         self.traffic = traffic
         self.journal = journal
         self.overdue = OverdueRule(hedging or HedgingConfig())
@@ -150,12 +147,12 @@ class Brain:
 
     @property
     def ended(self) -> list[Call]:
-        """Ended calls that somebody wants back. Whoever takes them clears the list."""
+        """Ended calls that capture, traces, prompt doctor or request log read. The reader clears the list."""
         return self.calls.ended_calls
 
     @property
     def ticket_log(self) -> list[TicketEvent] | None:
-        """Tickets that were opened and closed, in order. Whoever reads them clears the list."""
+        """Tickets that were opened and closed, in order. The reader clears the list."""
         return self.calls.ticket_log
 
     @property

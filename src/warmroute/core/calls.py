@@ -359,7 +359,7 @@ class Call:
         return (main is not None and main.state == LEAVING) or (hedge is not None and hedge.state == LEAVING)
 
     def forget(self) -> None:
-        """Whoever wanted the call back has read it."""
+        """The app has read the ended call: drop what the client wrote."""
         self.request.forget_text()
         self.kept = self.history = None
 
@@ -427,7 +427,7 @@ class Calls:
         """The same by policy and reason of their decision."""
         self.failed_tries = FailedTryLog()
         self.ticket_log: list[TicketEvent] | None = [] if keeps_tickets else None
-        """Tickets that were opened and closed, for policies that follow them; None: nobody does."""
+        """Tickets that were opened and closed, for policies that follow them; None without such a policy."""
         self.last_error: BaseException | None = None
         """What failed in the core, if anything did."""
 

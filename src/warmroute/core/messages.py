@@ -266,6 +266,19 @@ class NodeError(msgspec.Struct, eq=False, gc=False):
     """The beginning of the body; empty unless `journal.error_text` is set."""
 
 
+# Sentences that edge and core both send to clients.
+
+RETRY: Final = "Retry after the time in the `Retry-After` header."
+INTERNAL_ERROR: Final = (
+    "The server failed while it handled this request. Other requests are not affected. "
+    "Retry. If it fails again, tell the operator: the server's log has the details."
+)
+
+
+def unknown_model(model: str) -> str:
+    return f"The model `{model[:200]}` does not exist. GET /v1/models lists the models that do."
+
+
 Usage = tuple[int | None, int | None, int | None]
 """Prompt tokens, cached prompt tokens and output tokens as a response reports them; None where it does not."""
 

@@ -148,10 +148,6 @@ class RequestCharge(msgspec.Struct, eq=False):
         self._prompt, self._output = prompt, output
         tokens.take(prompt + output)
 
-    @property
-    def wants_usage(self) -> bool:
-        return self._limits.tokens is not None
-
     def headers(self, now_s: float) -> tuple[tuple[str, str], ...]:
         """Return what is left of the tenant's limits as x-ratelimit headers."""
         return self._limits.headers(now_s)

@@ -9,14 +9,13 @@ from __future__ import annotations
 from math import ceil
 from typing import Final
 
-from warmroute.core.messages import Reject, RoutingRequest
+from warmroute.core.messages import INTERNAL_ERROR, RETRY, Reject, RoutingRequest, unknown_model
 
 # Errors of a request that gets no node: no node can serve it, or admission rejects it although one could.
 #
 # The latter carry a `reason` for metrics and a time after which the client may retry.
 
 MAX_RETRY_AFTER_S: Final = 60.0
-RETRY: Final = "Retry after the time in the `Retry-After` header."
 
 
 class RoutingError(Exception):
@@ -217,8 +216,7 @@ def rejection(why: RoutingError, id: int, request: RoutingRequest) -> Reject:
     """Return the error that the client of a call gets. `id`: the call's number."""
     match why:
         case UnknownModel():
-            message = f"The model `{request.model[:200]}` does not exist. GET /v1/models lists the models that do."
-            return Reject(id, 404, "model_not_found", message, param="model")
+            return Reject(id, 404, "model_not_found", unknown_model(request.model), param="model")
         case MissingModel():
             message = (
                 "The request has no `model`, and the router serves several models. "
@@ -284,11 +282,7 @@ def rejection(why: RoutingError, id: int, request: RoutingRequest) -> Reject:
 
 def internal_error(id: int) -> Reject:
     """The router itself failed at a call."""
-    message = (
-        "The server failed while it handled this request. Other requests are not affected. "
-        "Retry. If it fails again, tell the operator: the server's log has the details."
-    )
-    return Reject(id, 500, "internal_error", message, "server_error")
+    return Reject(id, 500, "internal_error", INTERNAL_ERROR, "server_error")
 
 
 def _too_many(id: int, why: NotAdmitted, code: str, message: str, headers: tuple[tuple[str, str], ...] = ()) -> Reject:

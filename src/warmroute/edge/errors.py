@@ -7,7 +7,7 @@ from typing import Final
 
 import msgspec
 
-from warmroute.core.messages import Reject
+from warmroute.core.messages import INTERNAL_ERROR, RETRY, Reject, unknown_model
 
 # The errors that the router itself sends to a client: a status and a JSON body, in OpenAI's form or in Anthropic's.
 #
@@ -15,7 +15,6 @@ from warmroute.core.messages import Reject
 # error names a node's address, and none repeats what the client sent except a model name or a path.
 
 REASON_PHRASES: Final = {status.value: status.phrase.encode() for status in HTTPStatus}
-RETRY: Final = "Retry after the time in the `Retry-After` header."
 _ANTHROPIC_TYPES: Final = {
     401: "authentication_error",
     403: "permission_error",
@@ -208,8 +207,7 @@ def path_not_served(target: bytes) -> HttpError:
 
 
 def model_not_found(model: str) -> HttpError:
-    message = f"The model `{model[:200]}` does not exist. GET /v1/models lists the models that do."
-    return HttpError(404, message, code="model_not_found", param="model")
+    return HttpError(404, unknown_model(model), code="model_not_found", param="model")
 
 
 def method_not_allowed(allowed: str) -> HttpError:
@@ -232,11 +230,7 @@ def router_stopping() -> HttpError:
 
 
 def internal_error() -> HttpError:
-    message = (
-        "The server failed while it handled this request. Other requests are not affected. "
-        "Retry. If it fails again, tell the operator: the server's log has the details."
-    )
-    return HttpError(500, message, kind="server_error", code="internal_error")
+    return HttpError(500, INTERNAL_ERROR, kind="server_error", code="internal_error")
 
 
 # Renders the responses that the router sends itself, without a node.
