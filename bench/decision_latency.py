@@ -181,7 +181,7 @@ class RoutedFleet:
         self.cache_view.tidy(self._now_s)
 
     def decide(self, body: bytes) -> Decision:
-        model, system, user, session, outline = read_json(body)
+        model, system, user, session, outline = read_json(CHAT, body)[:5]
         request = RoutingRequest(model, system, user, session)
         prompt = self.prompt_reader.read(request.model, CHAT, body, lambda _: None, outline)
         assert isinstance(prompt, Prompt), "the body should be read without a thread"

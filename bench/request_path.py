@@ -140,7 +140,7 @@ def metrics_page(count: int) -> Callable[[], list[bytes]]:
 
 
 def read_request(body: bytes) -> RoutingRequest:
-    return RoutingRequest(*read_json(body)[:4])
+    return RoutingRequest(*read_json(b"/v1/chat/completions", body)[:4])
 
 
 def read_key(body: bytes) -> bytes | None:

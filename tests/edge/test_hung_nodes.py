@@ -62,7 +62,7 @@ async def test_a_request_that_was_connecting_leaves_its_node_too() -> None:
             asyncio.get_running_loop().call_later(0.3, connect, handler)  # type: ignore[arg-type]
 
         pool.connect = slowly  # type: ignore[method-assign]
-        pool.take_idle = lambda: None  # type: ignore[method-assign]
+        pool.idle.clear()
         asking = [asyncio.ensure_future(r.request()) for _ in range(2)]
         await until(lambda: r.node(0).inflight == 1)
         r.service.fleet.check_failed(r.node(0), time.monotonic() + 5.0, "connection refused")

@@ -19,7 +19,7 @@ from warmroute.core.calls import Calls
 from warmroute.core.fleet import Fleet
 from warmroute.core.router import Router
 from warmroute.core.traffic import Traffic
-from warmroute.edge import errors, exchange
+from warmroute.edge import errors, exchange, proxy
 from warmroute.edge.arrival import RequestBuilder
 from warmroute.edge.client_connection import BodyReader, ClientConnection
 from warmroute.edge.connection_pool import ConnectionPool
@@ -40,15 +40,14 @@ def broken(*_arguments: Any, **_more: Any) -> Any:
 
 BEFORE_THE_RESPONSE: dict[str, tuple[Any, str]] = {
     "read: the head": (Proxy, "admit"),
-    "read: the body": (BodyReader, "reserve"),
     "read: the request": (RequestBuilder, "build"),
     "read: the rest": (Proxy, "serve"),
     "lookup: the prompt": (Proxy, "read_prompt"),
-    "lookup: the prompt's tokens": (Proxy, "lookup"),
+    "lookup: the prompt's tokens": (proxy, "lookup_of"),
     "decide: admission": (Admission, "place"),
     "decide: the router": (Router, "decide"),
     "dispatch: the ticket": (Router, "dispatch"),
-    "dispatch: the pool": (ConnectionPool, "take_idle"),
+    "dispatch: the pool": (ConnectionPool, "connect"),
     "dispatch: a new connection": (NodeTry, "connected"),
     "dispatch: the request's bytes": (NodeConnection, "send_request"),
     "relay: the head": (NodeConnection, "_read_head"),

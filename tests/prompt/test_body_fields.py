@@ -28,10 +28,12 @@ from warmroute._kernel import KEY_CHARACTERS, BadBody, scan_body
 from warmroute.core.messages import RoutingRequest
 from warmroute.prompt.request_body import read_json
 
+CHAT = b"/v1/chat/completions"
+
 
 def scanned_fields(body: bytes) -> Fields | None:
     try:
-        return read_json(body)[:4]
+        return scan_body(body)[:4]
     except BadBody:
         return None
 
@@ -53,7 +55,7 @@ def assert_equal_fields(body: bytes) -> None:
 
 
 def request_of(body: bytes, **more: Any) -> RoutingRequest:
-    return RoutingRequest(*read_json(body)[:4], **more)
+    return RoutingRequest(*read_json(CHAT, body)[:4], **more)
 
 
 # What the routing request contains.
@@ -86,23 +88,23 @@ def test_a_field_of_the_router_must_not_be_given_twice(name: str) -> None:
     escaped = f"\\u{ord(name[0]):04x}{name[1:]}"
     for other in (name, escaped):
         with pytest.raises(BadBody) as caught:
-            read_json(f'{{"{name}":null,"other":1,"{other}":null,"other":2}}'.encode())
+            read_json(CHAT, f'{{"{name}":null,"other":1,"{other}":null,"other":2}}'.encode())
         assert caught.value.args == ("must be given only once", name)
 
 
 @pytest.mark.parametrize("value", ["7", "true", "[]", '["m"]', "{}", "NaN", "1.5"])
 def test_a_model_that_is_not_a_string_is_rejected(value: str) -> None:
     with pytest.raises(BadBody) as caught:
-        read_json(f'{{"model":{value}}}'.encode())
+        read_json(CHAT, f'{{"model":{value}}}'.encode())
     assert caught.value.args == ("must be a string", "model")
 
 
 def test_a_model_may_have_1024_bytes() -> None:
-    assert read_json(b'{"model":"%b"}' % (b"x" * 1022))[0] == "x" * 1022
-    assert read_json(b'{"model":"%b"}' % (b"\\u0041" * 170))[0] == "A" * 170
+    assert read_json(CHAT, b'{"model":"%b"}' % (b"x" * 1022))[0] == "x" * 1022
+    assert read_json(CHAT, b'{"model":"%b"}' % (b"\\u0041" * 170))[0] == "A" * 170
     for text in (b"x" * 1023, b"\\u0041" * 171):
         with pytest.raises(BadBody) as caught:
-            read_json(b'{"model":"%b"}' % text)
+            read_json(CHAT, b'{"model":"%b"}' % text)
         assert caught.value.args == ("must be at most 1,024 bytes long", "model")
 
 
@@ -113,19 +115,19 @@ def test_a_field_name_with_escapes_is_the_field() -> None:
 
 def test_a_body_has_at_most_1000_fields_and_250000_messages() -> None:
     fields = b",".join(b'"f%d":1' % n for n in range(999))
-    assert read_json(b'{"model":"m",%b}' % fields)[0] == "m"
+    assert read_json(CHAT, b'{"model":"m",%b}' % fields)[0] == "m"
     with pytest.raises(BadBody, match="1,000 fields"):
-        read_json(b'{"model":"m","x":1,%b}' % fields)
-    assert read_json(b'{"messages":[%b1]}' % (b"1," * 249_999))[0] == ""
+        read_json(CHAT, b'{"model":"m","x":1,%b}' % fields)
+    assert read_json(CHAT, b'{"messages":[%b1]}' % (b"1," * 249_999))[0] == ""
     with pytest.raises(BadBody, match="250,000 items"):
-        read_json(b'{"messages":[%b1]}' % (b"1," * 250_000))
+        read_json(CHAT, b'{"messages":[%b1]}' % (b"1," * 250_000))
 
 
 def test_a_byte_order_mark_is_skipped_and_other_encodings_are_rejected() -> None:
-    assert read_json(b'\xef\xbb\xbf {"model":"m"}')[0] == "m"
+    assert read_json(CHAT, b'\xef\xbb\xbf {"model":"m"}')[0] == "m"
     for encoding in ("utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be", "cp037"):
         with pytest.raises(BadBody):
-            read_json('{"model":"m"}'.encode(encoding))
+            read_json(CHAT, '{"model":"m"}'.encode(encoding))
 
 
 NOT_UTF8 = [
@@ -149,7 +151,7 @@ def test_bytes_that_are_not_utf_8_are_rejected_wherever_they_lie(text: bytes) ->
     ):
         for size in (0, 1, 100_000):
             with pytest.raises(BadBody) as caught:
-                read_json(b" " * size + body % text)
+                read_json(CHAT, b" " * size + body % text)
             assert caught.value.args == ("it is not UTF-8 text", None)
 
 
@@ -160,7 +162,7 @@ def test_text_is_checked_at_every_position() -> None:
     for at in range(140):
         for after in (0, 1, 70):
             for text in good:
-                assert read_json(b'{"%b%b":"%b"}' % (b"a" * at, text, b"b" * after))[0] == ""
+                assert read_json(CHAT, b'{"%b%b":"%b"}' % (b"a" * at, text, b"b" * after))[0] == ""
             for text in NOT_UTF8:
                 assert scanned_fields(b'{"%b%b":"%b"}' % (b"a" * at, text, b"b" * after)) is None
 
@@ -176,13 +178,13 @@ def test_names_nested_in_other_values_do_not_count() -> None:
 )
 def test_a_body_that_is_not_an_object_is_refused_with_a_reason(body: bytes) -> None:
     with pytest.raises(BadBody, match=r"\w"):
-        read_json(body)
+        read_json(CHAT, body)
 
 
 def test_a_number_too_long_for_python_is_refused() -> None:
     assert_equal_fields(b'{"seed":%b}' % (b"9" * 5000))
     with pytest.raises(BadBody, match="digits"):
-        read_json(b'{"seed":%b}' % (b"9" * 5000))
+        read_json(CHAT, b'{"seed":%b}' % (b"9" * 5000))
 
 
 @pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: "-".join(sample) or "empty")

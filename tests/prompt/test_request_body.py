@@ -21,7 +21,7 @@ from warmroute._kernel import (
     scan_body,
 )
 from warmroute.prompt.prompt import Prompt
-from warmroute.prompt.request_body import Endpoint, RequestBody, generation_options, read_request_body, text_prompt
+from warmroute.prompt.request_body import Endpoint, RequestBody, read_json, read_request_body, text_prompt
 from warmroute.prompt.template_messages import UnsupportedRequest
 
 values = st.recursive(
@@ -176,8 +176,8 @@ def test_options_and_text_prompts_equal_those_of_a_json_parser(body: bytes, endp
     except reference_body.Rejected:
         request = expected = None
     try:
-        outline = scan_body(body)[4]
-        found = generation_options(endpoint.value, outline)
+        *_, outline, max_tokens, priority_, streams = read_json(endpoint.value, body)
+        found = (max_tokens, priority_, streams)
     except BadBody:
         try:
             parsed = reference_body.read_json(body)
@@ -198,7 +198,7 @@ def test_options_and_text_prompts_equal_those_of_a_json_parser(body: bytes, endp
 
 
 def options(path: bytes, **fields: Any) -> tuple[int | None, int, bool]:
-    return generation_options(path, outline_body(json.dumps(fields).encode()))
+    return read_json(path, json.dumps(fields).encode())[5:]
 
 
 def test_generation_options_come_from_the_fields_of_each_endpoint() -> None:

@@ -45,4 +45,4 @@ def request(
     messages = [{"role": "system", "content": system}] if system else []
     messages.append({"role": "user", "content": text})
     body = json.dumps({"model": model, "messages": messages, **fields}).encode()
-    return RoutingRequest(*read_json(body)[:4], session_header=session_header)
+    return RoutingRequest(*read_json(b"/v1/chat/completions", body)[:4], session_header=session_header)

@@ -7,8 +7,9 @@
 Nothing is called back: a node that goes down while an event is handled, or a call that admission rejects, is noted,
 and looked at in its step. An error in one call's turn ends that call and no other.
 
-A call leaves its node only when the edge has answered its Withdraw. Until then no other call is moved and none leaves
-the queue, so that each decision sees the one before it. In one process the answer comes before anything else happens.
+A call leaves its node only when the edge has answered its Withdraw. Until then, at most ANSWER_S, no other call is
+moved and none leaves the queue, so that each decision sees the one before it. In one process the answer comes before
+anything else happens.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from warmroute.config import Hedging as HedgingConfig
 from warmroute.core.admission import TICK_S, Admission
-from warmroute.core.calls import CALL_ROWS, DONE, SENT, TRY_ROWS, Call, Calls, Plan, TicketEvent
+from warmroute.core.calls import CALL_ROWS, DONE, SENT, STATES, TRY_ROWS, Call, Calls, Plan, TicketEvent
 from warmroute.core.calls import MOVE as MOVE_TO
 from warmroute.core.decision import check_deadlines
 from warmroute.core.fleet import Fleet
@@ -60,6 +61,8 @@ MAX_DEADLINE_MOVES: Final = 32
 """Calls for which one look at the deadlines searches another node."""
 MAX_FAILED_HEDGES: Final = 32
 """Overdue calls for which one search finds no second node. The next one goes on behind them."""
+ANSWER_S: Final = 0.25
+"""An edge answers a Withdraw within a round trip. One that does not must not hold up the calls of other edges."""
 LOG_INTERVAL_S: Final = 60.0
 """Between two lines about messages that have no row in the tables."""
 
@@ -67,8 +70,15 @@ LOG_INTERVAL_S: Final = 60.0
 _CHECK_PAIR: Final = 0
 _CHECK_DEADLINE: Final = 1
 
-_FOR_TRIES: Final = frozenset(kind for kind, _ in TRY_ROWS)
 _NOTHING: Final[tuple[Command, ...]] = ()
+
+
+def _by_kind(calls: Calls, table: dict[tuple[type[Event], int], str]) -> dict[Any, list[Any]]:
+    """Return the rows of each kind of message: a method of `calls` for each state, or None."""
+    found: dict[Any, list[Any]] = {kind: [None] * STATES for kind, _ in table}
+    for (kind, state), name in table.items():
+        found[kind][state] = getattr(calls, name)
+    return found
 
 
 class Brain:
@@ -103,8 +113,8 @@ class Brain:
         self.deadlines = calls.deadlines
         self.failed_tries = calls.failed_tries
         self.decisions = calls.decisions
-        self._call_rows = {key: getattr(calls, name) for key, name in CALL_ROWS.items()}
-        self._try_rows = {key: getattr(calls, name) for key, name in TRY_ROWS.items()}
+        self._call_rows = _by_kind(calls, CALL_ROWS)
+        self._try_rows = _by_kind(calls, TRY_ROWS)
         self._ticks_always = ticks_always
         self.queue_due_s = self.overdue_due_s = 0.0 if ticks_always else inf
         """When the queue and the deadlines, and when the calls without a first byte, are looked at next."""
@@ -116,6 +126,8 @@ class Brain:
         """What else is left to do, and for which call."""
         self._asked: Call | None = None
         """The call that leaves its node now."""
+        self._asked_until_s = 0.0
+        """When the others go on, although its edge has not answered."""
         self._deadline_moves = 0
         self._wants_hedges = False
         self._hedge_start = 0
@@ -177,17 +189,18 @@ class Brain:
         else:
             call: Call | None = calls.open.get(event.id)
             try:
-                if call is not None and kind in _FOR_TRIES:
+                if call is not None and (rows := self._try_rows.get(kind)) is not None:
                     try_ = call.main
                     if try_ is None or try_.number != event.try_:
                         try_ = call.find(event.try_)
-                    row = self._try_rows.get((kind, try_.state)) if try_ is not None else None
+                    row = rows[try_.state] if try_ is not None else None
                     if row is not None:
                         row(call, try_, event, now_s)
                     else:  # it comes too late
                         self._crosses(event, now_s)
                 elif call is not None:
-                    row = self._call_rows.get((kind, call.state))
+                    rows = self._call_rows.get(kind)
+                    row = rows[call.state] if rows is not None else None
                     if row is not None:
                         row(call, event, now_s)
                 elif kind is Arrive:
@@ -287,7 +300,7 @@ class Brain:
         calls, fleet = self.calls, self.fleet
         while True:
             if self._asked is not None:
-                if self._asked.is_leaving:
+                if self._asked.is_leaving and now_s < self._asked_until_s:
                     break
                 self._asked = None
             if fleet.changed:
@@ -348,6 +361,7 @@ class Brain:
             self.calls.fail_internally(call, error, now_s)
         if call.is_leaving:
             self._asked = call
+            self._asked_until_s = now_s + ANSWER_S
 
     def _leave(self, call: Call, now_s: float) -> None:
         """Let a call leave a node that is down or was removed."""

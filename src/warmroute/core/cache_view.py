@@ -270,10 +270,16 @@ class CacheView:
             cache.routed_prompts += 1
             cache.routed_tokens += lookup.token_count
             cache.predicted_tokens += tokens
-        return Prediction(
-            cache, chain, lookup.token_count, tokens, rank, exact, now_s, lookup.text, comparable, sampled, known,
-            store_tokens=from_store, declined_tokens=declined, has_hidden_hits=has_hidden_hits,
+        prediction = Prediction(
+            cache, chain, lookup.token_count, tokens, rank, exact, now_s, lookup.text, comparable
         )  # fmt: skip
+        if sampled:
+            prediction.sampled_blocks, prediction.known_blocks = sampled, known
+        if cache.store is not None:
+            prediction.store_tokens, prediction.declined_tokens = from_store, declined
+        if has_hidden_hits:
+            prediction.has_hidden_hits = True
+        return prediction
 
     def _has_hidden_hits(
         self, cache: NodeCache, chain: bytes, exact: bool, lookup: Lookup, hit: Hit | None

@@ -42,7 +42,7 @@ from warmroute._kernel import FIRST_TOKEN_STEPS
 from warmroute.config.routing import LOW
 from warmroute.core.admission import Admission
 from warmroute.core.decision import Decision
-from warmroute.core.decision_record import DecisionRecord
+from warmroute.core.decision_record import KEEP_ALL_UP_TO, DecisionRecord
 from warmroute.core.failed_tries import DECODE, HEDGE, MAX_TRIES, PREFILL, WHOLE, FailedTry, FailedTryLog
 from warmroute.core.failover import SERVES_S, Failover, is_late
 from warmroute.core.fleet import Fleet
@@ -120,6 +120,8 @@ LEAVING: Final = 2
 STARTED: Final = 3
 STREAMING: Final = 4
 CLOSED: Final = 5
+STATES: Final = 6
+"""More than either has."""
 
 CALL_ROWS: Final[dict[tuple[type[Event], int], str]] = {
     (Arrive, READING): "arrive",
@@ -187,6 +189,7 @@ _ROLE_NAMES: Final = {
 }  # fmt: skip
 _NAME_CHARACTERS: Final = " !#$&'()*+,/:;<=>?@[]^`{|}"
 """Characters of a node's name that need no escape in a header, beside letters and digits."""
+_OK: Final = Outcome.OK
 _FAILED: Final = Outcome.FAILED
 _BUSY: Final = Outcome.BUSY
 _CANCELLED: Final = Outcome.CANCELLED
@@ -789,11 +792,11 @@ class Calls:
         call.main = main = self._open(call, _DECODE, split.decision, node, now_s, DecodeDispatch, counted=True)
         moved = main.ticket
         self._wait_again(call)
+        self.close(call, before, _CANCELLED, now_s, sent=False)
         if isinstance(moved, DecodeDispatch):
             self._expect_transfer(split, moved, now_s)
             if isinstance(before.ticket, DecodeDispatch):
                 moved.take_counts(before.ticket)
-        self.close(call, before, _CANCELLED, now_s, sent=False)
 
     @staticmethod
     def _begin_decode(call: Call, split: Split) -> None:
@@ -856,11 +859,13 @@ class Calls:
         self._give_pair_up(call, split, plan)
         failed = split.failed_prefill
         self.waiting.pop(call, None)
-        if prefilling:
+        if prefilling and plan.split_outcome != TRANSFER_FAILED:
             self.close(call, main, _CANCELLED, now_s)
             self._close_prefill(call, split, plan, now_s)
         else:
             self.close(call, main, _CANCELLED, now_s, reason, status=plan.status, error=plan.error)
+            if prefilling and split.prefill.state != CLOSED:  # the decode node failed, not this one
+                self.close(call, split.prefill, _CANCELLED, now_s)
         log.debug("split_request_fell_back", node=node.name, reason=reason)
         poison = self._failover_of(call).is_poison
         if node.needs_partner:
@@ -1012,8 +1017,11 @@ class Calls:
             self._judge(failover, now_s)
         if call.split is not None:
             self._pair_started(call, call.split, status, now_s)
+        if try_.plan is not None:  # it answered before the edge could withdraw it
+            try_.plan = None
+            if call.request.ends_late and not call.deadline_slot and not call.envoy:
+                self.deadlines.watch_again(call, now_s)
         try_.state = STARTED
-        try_.plan = None
         call.state = ANSWERING
         call.status = status
 
@@ -1455,9 +1463,11 @@ class Calls:
         call.end = (outcome, node, call.tried, call.status, first_token_s, now_s)
         if call.history is not None and last is not None:
             self._complete_history(call, call.history, last.ticket)
-        journal = self.journal
-        if call.record is not None and journal is not None and journal.on:
-            journal.complete(call)
+        journal, record = self.journal, call.record
+        if record is not None and journal is not None and journal.on:
+            ordinary = outcome is _OK and not journal.writes and record.considered <= KEEP_ALL_UP_TO
+            if not ordinary:  # the ring has it already
+                journal.complete(call)
         self._forget(call, now_s)
 
     def _complete_history(self, call: Call, history: CallHistory, ticket: Ticket) -> None:
@@ -1483,7 +1493,9 @@ class Calls:
         if call.kept is not None:
             self.ended_calls.append(call)
         elif call.record is not None:
-            call.request.forget_text()
+            request = call.request  # as forget_text, without a call
+            request.system = request.user = request.subset = None
+            request.session = request.session_header = request.start = b""
         call.lookup = call.decision = call.failover = call.split = call.main = call.hedge = call.charge = None
 
     def close(

@@ -64,7 +64,8 @@ class LastDecisions:
         """Call it when a call is sent to its first node."""
         self.on = bool(config.max_decisions or config.file)
         """Whether anybody reads the decisions."""
-        self._writes = bool(config.file and config.sample_ratio)
+        self.writes = bool(config.file and config.sample_ratio)
+        """Whether calls that have ended go to a file."""
 
     # Recording.
 
@@ -76,7 +77,7 @@ class LastDecisions:
         if call.outcome is not Outcome.OK and has_failed(call):
             (self._rejected if call.outcome is Outcome.REJECTED else self._failed).append(call)
         ratio = self.config.sample_ratio
-        if self._writes and (ratio >= 1.0 or self._random.random() < ratio):
+        if self.writes and (ratio >= 1.0 or self._random.random() < ratio):
             if len(self.pending) < MAX_PENDING:
                 self.pending.append(call)
             else:

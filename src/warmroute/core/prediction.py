@@ -29,13 +29,13 @@ class Prediction:
     """Whether the prompt is matched by its text: its tokens are four bytes each, not the engine's."""
     comparable: bool
     """Whether the cached tokens that the response reports can be compared with `tokens`."""
-    sampled_blocks: int
+    sampled_blocks: int = 0
     """Blocks of the prompt that core/reuse.py samples."""
-    known_blocks: int
+    known_blocks: int = 0
     """Those of them that an earlier prompt had."""
-    store_tokens: int
+    store_tokens: int = 0
     """Those of `tokens` that the node has to load from a shared KV store."""
-    declined_tokens: int
+    declined_tokens: int = 0
     """Further tokens that a shared KV store has, and that should take longer to load than to prefill."""
     has_hidden_hits: bool = False
     """Whether the node has more of the prompt than the request's tenant may learn of (tenant_isolation.py)."""
@@ -59,11 +59,6 @@ class Prediction:
         sent_s: float,
         text: bool = False,
         comparable: bool = True,
-        sampled_blocks: int = 0,
-        known_blocks: int = 0,
-        store_tokens: int = 0,
-        declined_tokens: int = 0,
-        has_hidden_hits: bool = False,
     ) -> None:
         self.cache = cache
         self.chain = chain
@@ -74,11 +69,6 @@ class Prediction:
         self.sent_s = sent_s
         self.text = text
         self.comparable = comparable
-        self.sampled_blocks = sampled_blocks
-        self.known_blocks = known_blocks
-        self.store_tokens = store_tokens
-        self.declined_tokens = declined_tokens
-        self.has_hidden_hits = has_hidden_hits
         self.generation = cache.generation
         self._store_events = cache.store_events
         if exact and cache.complete:

@@ -20,7 +20,7 @@ from warmroute.edge.http1 import form_boundary
 from warmroute.edge.trace_context import EdgeTrace
 from warmroute.prompt.multipart import BadForm, form_fields
 from warmroute.prompt.prompt import Prompt
-from warmroute.prompt.request_body import generation_options, read_json
+from warmroute.prompt.request_body import read_json
 
 # The headers by which a client asks for a priority, for deadlines, or not to be queued.
 #
@@ -298,8 +298,7 @@ def scan(path: bytes, content_type: bytes, body: bytes) -> ScannedBody:
         except BadForm as bad:
             raise errors.malformed_form(str(bad)) from None
     try:
-        model, system, user, session, outline = read_json(body)
-        max_output_tokens, priority, streams = generation_options(path, outline)
+        model, system, user, session, outline, max_output_tokens, priority, streams = read_json(path, body)
         return ScannedBody(
             model, system, user, session, outline, max_output_tokens, priority, streams, outline.engine_field
         )

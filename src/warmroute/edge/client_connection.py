@@ -165,11 +165,7 @@ class BodyReader:
     def reserve(self, size: int) -> None:
         """Count bytes against the memory limit of all bodies. Raises HttpError if it is reached."""
         listener = self._listener
-        bodies, limit = listener.bodies, listener.limits.buffered_bytes
-        if self.tenant is None and bodies.total_bytes + size <= limit:
-            bodies.total_bytes += size  # without a call: most routers have one tenant
-        else:
-            bodies.reserve(self.tenant, size, limit)
+        listener.bodies.reserve(self.tenant, size, listener.limits.buffered_bytes)
         self.held_bytes += size
 
     def release(self) -> None:
@@ -532,7 +528,12 @@ class ClientConnection:
             if length > limits.body_bytes:
                 raise errors.body_too_large(limits.body_bytes)
             if complete:
-                self._body.reserve(length)
+                bodies = listener.bodies
+                if rights.body_tenant is None and bodies.total_bytes + length <= limits.buffered_bytes:
+                    bodies.total_bytes += length  # as `reserve`, without a call: most routers have one tenant
+                    self._body.held_bytes += length
+                else:
+                    self._body.reserve(length)
         except HttpError as error:
             if error.status == 401 and self._may_wait():
                 self._hold(error, data[start + length :] if complete else None)
@@ -939,7 +940,7 @@ class Listener:
         """End all requests with an error: the router stops. Those that wait for a node go first: none may get the place
         of one that ends now."""
         for client in sorted(self.connections, key=lambda client: client.has_node):
-            client.cut_off()
+            client._safely(client.cut_off)  # an error ends this client's request, and no other
 
     def abort_all(self) -> None:
         for client in list(self.connections):

@@ -111,7 +111,8 @@ class ConnectionPool:
         self._uses_tls = node.scheme == "https"
         self.use_tls(tls)
         self.uses_tls = self._tls is not None
-        self._idle: list[NodeConnection] = []
+        self.idle: list[NodeConnection] = []
+        """Connections without a request. The last one was used last."""
         self.busy: set[NodeConnection] = set()
         self.reading_errors: set[NodeConnection] = set()
         """Those of `busy` that wait for the rest of an error's body."""
@@ -131,8 +132,8 @@ class ConnectionPool:
         self._tls = tls if self._uses_tls else None
 
     def take_idle(self) -> NodeConnection | None:
-        while self._idle:
-            connection = self._idle.pop()
+        while self.idle:
+            connection = self.idle.pop()
             if not connection.transport.is_closing():
                 return connection
         return None
@@ -187,10 +188,10 @@ class ConnectionPool:
                 raise
 
     def release(self, connection: NodeConnection, now_s: float) -> None:
-        if self._closed or len(self._idle) >= MAX_IDLE_CONNECTIONS:
+        if self._closed or len(self.idle) >= MAX_IDLE_CONNECTIONS:
             connection.cancel()
             return
-        self._idle.append(connection)
+        self.idle.append(connection)
         deadline_s = now_s + self.config.idle_timeout_s
         if 0.0 <= connection.bucket * TICK_S <= deadline_s:  # as in `arm`, without a call
             connection.deadline_s = deadline_s
@@ -198,14 +199,14 @@ class ConnectionPool:
             self.timers.arm(connection, deadline_s)
 
     def remove_idle(self, connection: NodeConnection) -> None:
-        if connection in self._idle:
-            self._idle.remove(connection)
+        if connection in self.idle:
+            self.idle.remove(connection)
 
     def close(self) -> None:
         """Close the idle connections now, and those that only read an error. Close each busy one when its response has
         ended."""
         self._closed = True
-        idle, self._idle = self._idle, []
+        idle, self.idle = self.idle, []
         for connection in (*idle, *self.reading_errors):
             connection.cancel()
         self.reading_errors.clear()

@@ -181,7 +181,10 @@ class Exchange:
             return
         self.tries[command.try_] = attempt
         # A kept-alive connection may close just as it is used: then the request would have to be sent again.
-        connection = pool.take_idle() if self.repeatable else None
+        idle = pool.idle
+        connection = idle.pop() if idle and self.repeatable else None
+        if connection is not None and connection.transport.is_closing():
+            connection = pool.take_idle()
         if connection is None:
             pool.connect(attempt)
         else:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Protocol
 from urllib.parse import unquote
@@ -64,6 +64,7 @@ from warmroute.prompt.reader import PendingPrompt, PromptReader
 log = EventLog("warmroute.requests")
 
 EXPLAIN_HEADER: Final = b"x-warmroute-explain"
+_MAX_LOOKUP_BYTES: Final = MAX_LOOKUP_TOKENS * TOKEN_BYTES
 RETRY_AFTER_S: Final = 1
 """Of /ready while no node can serve."""
 
@@ -192,7 +193,8 @@ class Proxy:
         self.exchanges: dict[int, CallExchange] = {}
         """The open calls, by their number."""
         self._last_id = 0
-        self._commands: deque[Command] = deque()
+        self._later: list[Command] = []
+        """What the core answered while commands were carried out."""
         self._obeying = self._due_comes = False
         self._ended_early: list[EndedEarly] = []
         self.requests = RequestBuilder(config, now, limits_of)
@@ -231,31 +233,33 @@ class Proxy:
         """Carry out what the core has answered. What an exchange tells meanwhile is told at once; what the core answers
         then comes behind the other commands. So nothing is re-entered, and each call gets its commands in their
         order."""
-        commands = self._commands
-        commands.extend(answer)
         if self._obeying:
+            self._later.extend(answer)
             return
         self._obeying, obeyed = True, 0
         try:
-            while commands:
-                command = commands.popleft()
-                obeyed += 1
-                exchange = self.exchanges.get(command.id)
-                if exchange is None:
-                    if isinstance(command, Send):
-                        self.tell(Failed(command.id, command.try_, UNKNOWN, "the edge does not know this call"))
-                    continue
-                try:
-                    if isinstance(command, Send):
-                        exchange.send(command)
-                    elif isinstance(command, Withdraw):
-                        exchange.withdraw(command)
-                    elif isinstance(command, Reject):
-                        exchange.reject(command)
-                    else:
-                        exchange.cut(command)
-                except Exception as error:
-                    self._failed(exchange, error)
+            while answer:
+                obeyed += len(answer)
+                for command in answer:
+                    exchange = self.exchanges.get(command.id)
+                    if exchange is None:
+                        if isinstance(command, Send):
+                            self.tell(Failed(command.id, command.try_, UNKNOWN, "the edge does not know this call"))
+                        continue
+                    try:
+                        if isinstance(command, Send):
+                            exchange.send(command)
+                        elif isinstance(command, Withdraw):
+                            exchange.withdraw(command)
+                        elif isinstance(command, Reject):
+                            exchange.reject(command)
+                        else:
+                            exchange.cut(command)
+                    except Exception as error:
+                        self._failed(exchange, error)
+                answer = self._later
+                if answer:
+                    self._later = []
         finally:
             self._obeying = False
         # After a single command nothing is left over.
@@ -346,10 +350,8 @@ class Proxy:
                 if exchange.over:
                     return
             outline = scanned.outline
-            if tables.has_pairs and self._kv_transfers and not exchange.envoy:
-                allowed = tables.pairs_only_with_vllm or path not in ONLY_VLLM
-                request.may_split = allowed and may_split(path, body, outline)
-                exchange.outline = outline if request.may_split else None
+            if tables.has_pairs:
+                self._see_whether_it_splits(exchange, path, body, outline, tables)
             if path not in FORWARDED:  # the router does not know what such a path does
                 exchange.repeatable = False
             kept = self._keep(request, path, body) if self._keep is not None else None
@@ -369,6 +371,16 @@ class Proxy:
                 self.arrive(exchange, prompt)
         except Exception as error:
             self._failed(exchange, error)
+
+    def _see_whether_it_splits(
+        self, exchange: CallExchange, path: bytes, body: bytes, outline: Outline | None, tables: Tables
+    ) -> None:
+        """Note whether one node may prefill the request for another one."""
+        if not self._kv_transfers or exchange.envoy:
+            return
+        allowed = tables.pairs_only_with_vllm or path not in ONLY_VLLM
+        exchange.request.may_split = allowed and may_split(path, body, outline)
+        exchange.outline = outline if exchange.request.may_split else None
 
     def _rejected(self, error: Exception, head: RequestHead, trace: EdgeTrace | bytes | None) -> HttpError:
         """Return the error of a request that cannot be read."""
@@ -417,7 +429,10 @@ class Proxy:
         request, kept, lookup, tokens = exchange.request, exchange.kept, None, None
         if prompt is not None:
             captures = kept is not None and kept.body_bytes >= 0
-            lookup = self.lookup(request, prompt, captures)
+            if captures or request.input_tokens or prompt.others or len(prompt.tokens) > _MAX_LOOKUP_BYTES:
+                lookup = self.lookup(request, prompt, captures)
+            elif len(prompt.tokens) >= self._min_tokens * TOKEN_BYTES:  # as `lookup`, without a call
+                lookup = lookup_of(prompt, request.cache_group)
             if exchange.known:
                 tokens = prompt.total_tokens
             if kept is not None:
@@ -479,9 +494,11 @@ class Proxy:
     def _resume(self, exchange: CallExchange, path: bytes, body: bytes, outline: Outline | None) -> None:
         exchange.pending_prompt = None
         try:
-            kept, then = exchange.kept, exchange.prompt_read
+            kept, then, tables = exchange.kept, exchange.prompt_read, self.tables()
+            if tables.has_pairs:  # as is known only now
+                self._see_whether_it_splits(exchange, path, body, outline, tables)
             captures = kept is not None and kept.body_bytes >= 0
-            prompt = self.read_prompt(exchange.request, path, body, outline, then, self.tables(), captures)
+            prompt = self.read_prompt(exchange.request, path, body, outline, then, tables, captures)
             if isinstance(prompt, PendingPrompt):
                 exchange.pending_prompt = prompt
             else:

@@ -32,18 +32,22 @@ from warmroute.prompt.template_messages import UnsupportedRequest
 # 16 KB, 10 µs for 128 KB (timeit, least of 80, on an EPYC core at 2.6 GHz with AVX2; chats, the longer ones with an
 # escape every 60 bytes).
 
-BodyFields = tuple[str, bytes | None, bytes | None, bytes, Outline]
+BodyFields = tuple[str, bytes | None, bytes | None, bytes, Outline, int | None, int, bool]
 """Model (empty where the body names none), first characters of the system prompt and of the first user message, session
-(empty where the body names none), and the outline."""
+(empty where the body names none), the outline, maximum output tokens (None: not set), the priority as vLLM reads it (a
+lower number is served first), and whether the response streams."""
 
 MAX_EXPLAINED_BYTES: Final = 65_536
 """The largest rejected body that a JSON parser reads to find out what is wrong: it may take a millisecond."""
 
 
-def read_json(body: bytes) -> BodyFields:
-    """Raises BadBody, whose message says what is wrong without the body's content."""
+def read_json(path: bytes, body: bytes) -> BodyFields:
+    """Read what routing needs of a body. A request to a path without prompts counts as streaming. Raises BadBody, whose
+    message says what is wrong without the body's content."""
     try:
-        return scan_body(body)
+        model, system, user, session, outline = scan_body(body)
+        most_tokens, priority, streams = outline.parameters(*_OUTPUT_LIMITS.get(path, _NO_OUTPUT_LIMIT))
+        return model, system, user, session, outline, most_tokens, priority, streams or path not in _ENDPOINTS
     except BadBody as bad:
         problem, field = bad.args
         raise BadBody(problem if field else _explain(body, problem), field) from None
@@ -299,15 +303,6 @@ def text_prompt_of(request: RequestBody, inexact_reason: str, salt: str) -> Prom
         prompt.truncated = request.may_be_truncated(2 * prompt.token_count, None)  # there may be two bytes to a token
         prompt.skips_cache = request.skips_cache()
     return prompt
-
-
-def generation_options(path: bytes, outline: Outline) -> tuple[int | None, int, bool]:
-    """Return maximum output tokens (None: not set), the priority as vLLM reads it, and whether the response streams.
-
-    A request to a path without prompts counts as streaming. Raises BadBody for a value of the wrong type.
-    """
-    max_output_tokens, priority, streams = outline.parameters(*_OUTPUT_LIMITS.get(path, _NO_OUTPUT_LIMIT))
-    return max_output_tokens, priority, streams or path not in _ENDPOINTS
 
 
 # Changes a request's JSON body by splicing the values of some fields into its bytes. All other bytes stay.
