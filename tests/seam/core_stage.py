@@ -117,7 +117,7 @@ class CoreStage:
             self.fleet, self.router, self.admission, self.counters,
             traffic=self.traffic, journal=self.journal,
             max_attempts=table.get("upstream", {}).get("max_attempts", 0),
-            hedging=Hedging(**table.get("hedging", {})),
+            hedging=Hedging(**table.get("hedging", {})), rate_limits=self.rate_limits,
         )  # fmt: skip
         return [self.add(f"n{number}", spec) for number, spec in enumerate(script.nodes.values())]
 
@@ -238,7 +238,7 @@ class CoreStage:
         limits = self.rate_limits.of(request.tenant)
         if limits is not None:
             before = len(self._commands)
-            self.tell_core(messages.Charge(call_id, limits, 1000, True, request))
+            self.tell_core(messages.Charge(call_id, 1000, True, request))
             self._charged.add(call_id)
             if len(self._commands) > before:
                 self._refused.add(call_id)

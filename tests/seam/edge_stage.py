@@ -118,7 +118,7 @@ class EdgeStage(CoreStage):
         config = msgspec.structs.replace(from_table(routes), keys=tuple(self._keys(script)), upstream=upstream)
         tables = FleetTables(self.fleet, self.router, self.admission)
         self.proxy = Proxy(
-            config, self.handle, lambda: self.brain.due_now, tables.current, self.rate_limits.of,
+            config, self.handle, lambda: self.brain.due_now, tables.current,
             self.prompts, self.pools, self.counters, keep=lambda *_: Kept(), kv_transfers=KV_TRANSFERS, now=now,  # type: ignore[arg-type]
         )  # fmt: skip
         return nodes

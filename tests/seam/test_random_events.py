@@ -212,7 +212,7 @@ class Edge:
         )  # fmt: skip
         self.calls[number] = OpenCall(envoy, repeatable)
         self.ledger.tell("Charge", number, {})
-        self.tell(messages.Charge(number, self.stage.rate_limits.of(TENANT), 100, True, request))
+        self.tell(messages.Charge(number, 100, True, request))
         if one == 9:
             return  # its prompt is being read
         self.ask(number, request, envoy, repeatable, TOKENS[other % 4])

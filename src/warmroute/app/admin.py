@@ -110,7 +110,7 @@ async def dry_run(proxy: Proxy, brain: Brain, head: RequestHead, body: bytes, ri
     """Return the decision, and whether the request would wait in the queue first. Raises HttpError if rejected."""
     request, prompt, lookup = await proxy.read(head, body, rights)
     try:
-        limits = rights.limits
+        limits = brain.calls.rate_limits.of(rights.tenant) if brain.calls.rate_limits is not None else None
         if limits is not None:
             tokens = prompt.total_tokens if prompt is not None else None
             output = brain.router.output_lengths.expected(request.model, request.tenant, request.max_output_tokens)

@@ -24,7 +24,6 @@ from warmroute.config import Capture as CaptureConfig
 from warmroute.config import Config
 from warmroute.core.messages import Tables
 from warmroute.core.output_length import OutputLengthEstimate
-from warmroute.core.rate_limits import RateLimits
 from warmroute.core.traffic import Counters
 from warmroute.edge.arrival import NO_RIGHTS, BodyScanner, RequestBuilder, Rights
 from warmroute.edge.client_connection import ClientConnection, Listener
@@ -62,7 +61,7 @@ class Mirror:
         self.counters = Counters()
         self._output_tokens = output_tokens
         self._output_lengths = OutputLengthEstimate()
-        self._requests = RequestBuilder(config, self._now, RateLimits((), self._now()).of)
+        self._requests = RequestBuilder(config, self._now)
         self._registry = TokenizerRegistry(config.prompts, config.models, locate=find_tokenizer_files)
         self._prompt_reader = PromptReader(self._registry, config.prompts, self.counters)
         self._body_scanner = BodyScanner()

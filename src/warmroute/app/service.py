@@ -313,7 +313,7 @@ class Service:
         self.brain = Brain(
             self.fleet, self.router, self.admission, self.counters, traffic=self.traffic,
             journal=self.last_decisions, max_attempts=config.upstream.max_attempts, hedging=config.hedging,
-            ticks_always=True,
+            ticks_always=True, rate_limits=self.rate_limits,
         )  # fmt: skip
         self.fleet.observe_health(lambda _node, _before: self.wake())
         self._waking = False
@@ -330,7 +330,7 @@ class Service:
         )
         brain, tables = self.brain, FleetTables(self.fleet, self.router, self.admission)
         self.proxy = Proxy(
-            config, brain.handle, lambda: brain.due_now, tables.current, self.rate_limits.of, self.prompt_reader,
+            config, brain.handle, lambda: brain.due_now, tables.current, self.prompt_reader,
             self.pools, self.counters, keep=self.ended_calls.keep, tracing=self.trace_sampling,
             kv_transfers=KV_TRANSFERS, now=now,
         )  # fmt: skip

@@ -46,6 +46,7 @@ from warmroute.core.messages import (
 )
 from warmroute.core.node import Node
 from warmroute.core.overdue import CHECK_S, OverdueRule, deadline_passed, may_miss_deadline
+from warmroute.core.rate_limits import RateLimits
 from warmroute.core.router import Router
 from warmroute.core.traffic import Counters, Traffic
 from warmroute.event_log import EventLog
@@ -95,6 +96,7 @@ class Brain:
         hedging: HedgingConfig | None = None,
         ticks_always: bool = False,
         keeps_tickets: bool = False,
+        rate_limits: RateLimits | None = None,
     ) -> None:
         """`ticks_always`: the queue is looked at all the time, as nodes report; else only while a call needs it.
         `keeps_tickets`: `ticket_log` says which tickets were opened and closed."""
@@ -106,7 +108,16 @@ class Brain:
         self.journal = journal
         self.overdue = OverdueRule(hedging or HedgingConfig())
         self.calls = calls = Calls(
-            fleet, router, admission, counters, self.overdue, max_attempts, traffic, journal, keeps_tickets
+            fleet,
+            router,
+            admission,
+            counters,
+            self.overdue,
+            max_attempts,
+            traffic,
+            journal,
+            keeps_tickets,
+            rate_limits,
         )
         self.open = calls.open
         self.waiting = calls.waiting

@@ -85,7 +85,7 @@ from warmroute.core.node import Node, Ticket
 from warmroute.core.overdue import Deadlines, OverdueRule, decode_ms_of, prefill_ms_of
 from warmroute.core.pairs import Pair
 from warmroute.core.queue_order import QueuedRequest
-from warmroute.core.rate_limits import RequestCharge
+from warmroute.core.rate_limits import RateLimits, RequestCharge
 from warmroute.core.rejections import (
     AllNodesBusy,
     DeadlinePassed,
@@ -400,12 +400,14 @@ class Calls:
     def __init__(
         self, fleet: Fleet, router: Router, admission: Admission, counters: Counters, overdue: OverdueRule,
         max_attempts: int, traffic: Traffic | None, journal: LastDecisions | None, keeps_tickets: bool,
+        rate_limits: RateLimits | None = None,
     ) -> None:  # fmt: skip
         self.fleet = fleet
         self.router = router
         self.admission = admission
         self.counters = counters
         self.overdue = overdue
+        self.rate_limits = rate_limits
         self.max_attempts = max_attempts
         """Nodes that a call may be sent to; 0: all of them."""
         self.traffic = traffic
@@ -440,7 +442,9 @@ class Calls:
         """A tenant with limits: take one request from them before its prompt is read."""
         call = self.open[event.id] = Call(event.id, event.request)
         try:
-            call.charge = event.limits.begin(now_s, event.body_bytes, event.has_output)
+            limits = self.rate_limits.of(event.request.tenant) if self.rate_limits is not None else None
+            if limits is not None:
+                call.charge = limits.begin(now_s, event.body_bytes, event.has_output)
         except RateLimited as why:
             self._reject_unsent(call, why, now_s)
 

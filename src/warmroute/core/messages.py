@@ -48,7 +48,7 @@ from warmroute.config.routing import NORMAL
 # What routing knows about a request, besides its prompt. Built once; only the prompt's length may be added later.
 
 
-class RoutingRequest(msgspec.Struct, eq=False, gc=False):
+class RoutingRequest(msgspec.Struct, eq=False, gc=False, array_like=True):
     model: str
     """Empty where the request names none and the fleet serves several."""
     system: bytes | None = None
@@ -126,7 +126,7 @@ def namespace_seed(model: str, lora: str, block_size: int, tokenizer: str = "") 
     return int.from_bytes(digest.digest(), "little")
 
 
-class SpecialPrompt(msgspec.Struct, eq=False):
+class SpecialPrompt(msgspec.Struct, eq=False, array_like=True):
     """What else there is to know of a prompt whose reported cached tokens cannot be compared with a prediction."""
 
     skips_cache: bool = False
@@ -139,7 +139,7 @@ class SpecialPrompt(msgspec.Struct, eq=False):
     """Tokens of all of them."""
 
 
-class Lookup(msgspec.Struct, eq=False):
+class Lookup(msgspec.Struct, eq=False, array_like=True):
     """One prompt to look up. Its first `exact_tokens` tokens are those that the engine will compute."""
 
     tokens: bytes
@@ -162,6 +162,8 @@ class Lookup(msgspec.Struct, eq=False):
         key = (model, lora, block_size)
         found = self.chains.get(key)
         if found is None:
+            if not self.tokens:  # an edge has sent its hashes, and not of this block size
+                return b""
             extra = self._extra(block_size) if self.media or self.salt else None
             seed = namespace_seed(model, lora, block_size, TEXT if self.text else "")
             found = self.chains[key] = hash_blocks(seed, None, self.tokens, block_size, extra)
@@ -251,7 +253,7 @@ class Outcome(enum.IntEnum):
 OTHER_ERROR: Final = "other"
 
 
-class NodeError(msgspec.Struct, eq=False, gc=False):
+class NodeError(msgspec.Struct, eq=False, gc=False, array_like=True):
     """What is kept of the body of a node's error response. The rest of the body may arrive after the request has gone
     to another node."""
 
@@ -402,18 +404,16 @@ def outcome_of(status: int, reader: Reader) -> tuple[Verdict, Outcome]:
 # From the edge.
 
 
-class Charge(msgspec.Struct, gc=False):
+class Charge(msgspec.Struct, gc=False, array_like=True, tag=1):
     """A request of a tenant with limits: before its prompt is read, it takes one request from them."""
 
     id: int
-    limits: Any
-    """The tenant's limits as they were when the head arrived."""
     body_bytes: int
     has_output: bool
     request: RoutingRequest
 
 
-class Arrive(msgspec.Struct, eq=False):
+class Arrive(msgspec.Struct, eq=False, array_like=True, tag=2):
     """The request is read: where should it go?"""
 
     id: int
@@ -434,13 +434,13 @@ class Arrive(msgspec.Struct, eq=False):
     look into it. If it is set, the core keeps the call's history, and puts the call into `Brain.ended`."""
 
 
-class AnswerNow(msgspec.Struct, gc=False):
+class AnswerNow(msgspec.Struct, gc=False, array_like=True, tag=3):
     """Envoy will not wait longer for a node."""
 
     id: int
 
 
-class Started(msgspec.Struct, eq=False, gc=False):
+class Started(msgspec.Struct, eq=False, gc=False, array_like=True, tag=4):
     """The client has a byte of this try's response."""
 
     id: int
@@ -454,7 +454,7 @@ class Started(msgspec.Struct, eq=False, gc=False):
     retry_after_s: int | None = None
 
 
-class FirstToken(msgspec.Struct, eq=False, gc=False):
+class FirstToken(msgspec.Struct, eq=False, gc=False, array_like=True, tag=5):
     """The first piece of content has come, or as much of the response as the router can see. Implies Started."""
 
     id: int
@@ -463,7 +463,7 @@ class FirstToken(msgspec.Struct, eq=False, gc=False):
     error: NodeError | None = None
 
 
-class Ended(msgspec.Struct, eq=False, gc=False):
+class Ended(msgspec.Struct, eq=False, gc=False, array_like=True, tag=6):
     """The client has the whole response. Implies Started and FirstToken."""
 
     id: int
@@ -475,7 +475,7 @@ class Ended(msgspec.Struct, eq=False, gc=False):
     error: NodeError | None = None
 
 
-class Prefilled(msgspec.Struct, eq=False, gc=False):
+class Prefilled(msgspec.Struct, eq=False, gc=False, array_like=True, tag=7):
     """The prefill node has answered."""
 
     id: int
@@ -487,7 +487,7 @@ class Prefilled(msgspec.Struct, eq=False, gc=False):
     usage: Usage | None
 
 
-class Failed(msgspec.Struct, eq=False, gc=False):
+class Failed(msgspec.Struct, eq=False, gc=False, array_like=True, tag=8):
     """The try has ended without the whole response."""
 
     id: int
@@ -502,12 +502,12 @@ class Failed(msgspec.Struct, eq=False, gc=False):
     """The client has a part of the response."""
 
 
-class Withdrawn(msgspec.Struct, eq=False, gc=False):
+class Withdrawn(msgspec.Struct, eq=False, gc=False, array_like=True, tag=9):
     id: int
     try_: int
 
 
-class Cancel(msgspec.Struct, eq=False, gc=False):
+class Cancel(msgspec.Struct, eq=False, gc=False, array_like=True, tag=10):
     """The edge has ended the call, and has withdrawn its tries."""
 
     id: int
@@ -540,7 +540,7 @@ DUE: Final = Due()
 # From the core.
 
 
-class Send(msgspec.Struct, eq=False, gc=False):
+class Send(msgspec.Struct, eq=False, gc=False, array_like=True, tag=32):
     """Send the call to this node. The try's ticket is open."""
 
     id: int
@@ -565,14 +565,14 @@ class Send(msgspec.Struct, eq=False, gc=False):
     """Headers of the response that name the node."""
 
 
-class Withdraw(msgspec.Struct, eq=False, gc=False):
+class Withdraw(msgspec.Struct, eq=False, gc=False, array_like=True, tag=33):
     """Give this try up, unless its response has begun."""
 
     id: int
     try_: int
 
 
-class Reject(msgspec.Struct, eq=False):
+class Reject(msgspec.Struct, eq=False, array_like=True, tag=34):
     """End the call with this error."""
 
     id: int
@@ -585,7 +585,7 @@ class Reject(msgspec.Struct, eq=False):
     headers: tuple[tuple[str, str], ...] = ()
 
 
-class Cut(msgspec.Struct, eq=False):
+class Cut(msgspec.Struct, eq=False, array_like=True, tag=35):
     """End the response that the client is reading with this error."""
 
     id: int
@@ -653,7 +653,7 @@ class CallHistory(msgspec.Struct, eq=False):
 # What an edge knows of the fleet.
 
 
-class NodeRow(msgspec.Struct, frozen=True, eq=False, gc=False):
+class NodeRow(msgspec.Struct, frozen=True, eq=False, gc=False, array_like=True):
     """What an edge needs of a node to send it a request."""
 
     number: int

@@ -28,6 +28,9 @@ BYTES_PER_TOKEN: Final = 4.0
 MAX_DEBT_MIN: Final = 10.0
 """The longest time for which usage that a response reported can shut a tenant out, in minutes of its limit."""
 
+MAX_FORMER: Final = 1000
+"""Tenants without a key whose limits are remembered."""
+
 SLICE_WAIT_S: Final = 0.1
 """When a process that has spent its slice may try again."""
 
@@ -173,6 +176,8 @@ class RequestCharge(msgspec.Struct, eq=False):
 class RateLimits:
     def __init__(self, keys: Sequence[KeyConfig], now_s: float) -> None:
         self._tenants: dict[str, TenantLimits] = {}
+        self._former: dict[str, TenantLimits] = {}
+        """Of tenants without a key by now: requests whose head came with one still count."""
         self._fraction, self._processes = 1.0, 1
         self.reconfigure(keys, now_s)
 
@@ -180,7 +185,7 @@ class RateLimits:
         return bool(self._tenants)
 
     def of(self, tenant: str) -> TenantLimits | None:
-        return self._tenants.get(tenant)
+        return self._tenants.get(tenant) or self._former.get(tenant)
 
     def taken(self, now_s: float) -> dict[str, tuple[float, float, float, float]]:
         """Return what each tenant's requests took in this process since its start, requests and tokens, and what is
@@ -235,13 +240,15 @@ class RateLimits:
         for key in keys:
             requests[key.tenant] = key.requests_per_min or requests.get(key.tenant, 0)
             tokens[key.tenant] = key.tokens_per_min or tokens.get(key.tenant, 0)
-        before, self._tenants = self._tenants, {}
+        before, self._tenants = {**self._former, **self._tenants}, {}
         for tenant in requests:
             if requests[tenant] or tokens[tenant]:
                 limits = before.get(tenant) or TenantLimits()
                 limits.requests = _resize(limits.requests, requests[tenant], now_s)
                 limits.tokens = _resize(limits.tokens, tokens[tenant], now_s)
                 self._tenants[tenant] = limits
+        former = [(tenant, limits) for tenant, limits in before.items() if tenant not in requests]
+        self._former = dict(former[-MAX_FORMER:])
         self.set_fraction(self._fraction, now_s)
         self.start_slices(self._processes, now_s)
 

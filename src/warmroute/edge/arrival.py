@@ -171,7 +171,7 @@ class Rights:
         self,
         tenant: str,
         max_priority: int,
-        limits: Any,
+        is_limited: bool,
         cache_group: str,
         routes: Routes | None,
         passes_authorization: bool,
@@ -179,8 +179,8 @@ class Rights:
         self.tenant = tenant
         """Empty where no keys are configured."""
         self.max_priority = max_priority
-        self.limits = limits
-        """The tenant's rate limits, which only the core looks into; None: it has none."""
+        self.is_limited = is_limited
+        """Whether the tenant has rate limits, which only the core looks into."""
         self.cache_group = cache_group
         """Whose prompts count as cached; empty: everybody's."""
         self.routes = routes
@@ -191,22 +191,23 @@ class Rights:
         """Whose share of the memory for bodies this request takes from; None: there is one tenant, and no shares."""
 
 
-NO_RIGHTS: Final = Rights("", LOW, None, "", None, False)
+NO_RIGHTS: Final = Rights("", LOW, False, "", None, False)
 """Of requests to a listener that forwards nothing."""
 
 
 class ApiKeys:
-    def __init__(self, config: Config, limits_of: Callable[[str], Any]) -> None:
+    def __init__(self, config: Config) -> None:
         routes = Routes(config.routes) or None
         groups = config.cache_groups()
+        limited = {key.tenant for key in config.keys if key.requests_per_min or key.tokens_per_min}
         self.required = bool(config.keys)
-        self.without_key = Rights("", LOW if config.keys else HIGH, None, "", routes, not config.keys)
+        self.without_key = Rights("", LOW if config.keys else HIGH, False, "", routes, not config.keys)
         """Of requests that need no key."""
         self._by_digest: dict[bytes, Rights] = {}
         self._by_tenant: dict[str, Rights] = {}
         for key in config.keys:
             rights = Rights(
-                key.tenant, PRIORITY_NUMBERS[key.max_priority], limits_of(key.tenant), groups.get(key.tenant, ""),
+                key.tenant, PRIORITY_NUMBERS[key.max_priority], key.tenant in limited, groups.get(key.tenant, ""),
                 routes, False,
             )  # fmt: skip
             self._by_digest[bytes.fromhex(key.sha256)] = rights
@@ -344,14 +345,12 @@ MAX_OUTPUT_TOKENS: Final = 1 << 31
 
 
 class RequestBuilder:
-    def __init__(self, config: Config, now: Callable[[], float], limits_of: Callable[[str], Any]) -> None:
-        """`limits_of`: the rate limits of a tenant."""
+    def __init__(self, config: Config, now: Callable[[], float]) -> None:
         self._now = now
-        self._limits_of = limits_of
         self.reconfigure(config)
 
     def reconfigure(self, config: Config) -> None:
-        self.keys = ApiKeys(config, self._limits_of)
+        self.keys = ApiKeys(config)
         self._session_headers = [name.lower().encode() for name in config.routing.session_headers]
         routings = (config.routing, *(route.routing(config.routing) for route in config.routes))
         self._start_bytes = max((one.prefix_characters for one in routings if one.prefix_key == "start"), default=0)

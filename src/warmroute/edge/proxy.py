@@ -169,7 +169,6 @@ class Proxy:
         handle: Callable[[Event, float], Sequence[Command]],
         due_now: Callable[[], bool],
         tables: Callable[[], Tables],
-        limits_of: Callable[[str], Any],
         prompt_reader: PromptReader,
         pools: ConnectionPools,
         counters: EdgeCounters,
@@ -180,8 +179,8 @@ class Proxy:
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         """`handle`: the core's door. `due_now`: whether it wants Due soon. `tables`: what it knows of the fleet.
-        `limits_of`: the rate limits of a tenant, which only the core looks into. `tracing`: None: the header lines of
-        traces pass unchanged. `kv_transfers`: the KV transfer protocols by engine."""
+        `tracing`: None: the header lines of traces pass unchanged. `kv_transfers`: the KV transfer protocols by
+        engine."""
         self.handle = handle
         self._due_now = due_now
         self.tables = tables
@@ -197,7 +196,7 @@ class Proxy:
         """What the core answered while commands were carried out."""
         self._obeying = self._due_comes = False
         self._ended_early: list[EndedEarly] = []
-        self.requests = RequestBuilder(config, now, limits_of)
+        self.requests = RequestBuilder(config, now)
         self.body_scanner = BodyScanner()
         self.own_endpoints = OwnEndpoints(tables)
         self._kv_transfers = kv_transfers or {}
@@ -210,7 +209,6 @@ class Proxy:
         self.reconfigure(config)
 
     def reconfigure(self, config: Config) -> None:
-        """`limits_of` knows this configuration already."""
         self.requests.reconfigure(config)
         if self._tracing is not None:
             self._tracing.reconfigure(config.tracing)
@@ -343,9 +341,9 @@ class Proxy:
                 exchange.node_fields = trace
             elif trace is not None:
                 exchange.trace = trace
-            if rights.limits is not None:
+            if rights.is_limited:
                 exchange.known = True
-                charge = Charge(number, rights.limits, len(body), path in WITH_OUTPUT_TOKENS, request)
+                charge = Charge(number, len(body), path in WITH_OUTPUT_TOKENS, request)
                 self.tell(charge, request.arrived_s)
                 if exchange.over:
                     return
