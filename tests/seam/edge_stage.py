@@ -116,7 +116,7 @@ class EdgeStage(CoreStage):
         ends_late = any(isinstance(line.event, Arrive) and line.event.fields.get("ends_late") for line in script.lines)
         routes = {"routes": [{"name": "late", "on_deadline": "end"}]} if ends_late else {}
         config = msgspec.structs.replace(from_table(routes), keys=tuple(self._keys(script)), upstream=upstream)
-        tables = FleetTables(self.fleet, self.router, self.admission)
+        tables = FleetTables(self.fleet, self.router, self.admission, self.cache_view)
         self.proxy = Proxy(
             config, self.handle, lambda: self.brain.due_now, tables.current,
             self.prompts, self.pools, self.counters, keep=lambda *_: Kept(), kv_transfers=KV_TRANSFERS, now=now,  # type: ignore[arg-type]

@@ -17,7 +17,7 @@ from warmroute.config import Log
 
 
 class _JsonLines(logging.Formatter):
-    def __init__(self, worker: int | None) -> None:
+    def __init__(self, worker: int | str | None) -> None:
         super().__init__()
         self._worker = worker
 
@@ -28,7 +28,7 @@ class _JsonLines(logging.Formatter):
             "logger": record.name,
         }
         if self._worker is not None:
-            line["worker"] = self._worker
+            line["worker" if isinstance(self._worker, int) else "process"] = self._worker
         event = getattr(record, "event", None)
         if event is not None:
             line["event"] = event
@@ -49,13 +49,14 @@ class _TextLines(logging.Formatter):
     default_msec_format = "%s.%03dZ"
 
 
-def set_up(config: Log, worker: int | None = None) -> None:
+def set_up(config: Log, worker: int | str | None = None) -> None:
     """Sends the package's logs to standard error in the configured form.
 
-    `worker`: the number of this process among several workers. Each line names it, since all write to the same place.
+    `worker`: the number of this process among several workers, or its name. Each line names it, since all write to the
+    same place.
     """
     handler = logging.StreamHandler(sys.stderr)
-    name = "" if worker is None else f"[worker {worker}] "
+    name = "" if worker is None else f"[{worker}] " if isinstance(worker, str) else f"[worker {worker}] "
     text = _TextLines(f"%(asctime)s %(levelname)-7s {name}%(message)s")
     handler.setFormatter(_JsonLines(worker) if config.format == "json" else text)
     logger = logging.getLogger("warmroute")

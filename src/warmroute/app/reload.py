@@ -8,13 +8,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from warmroute.app import log as logs
 from warmroute.app.alerts import Alert
 from warmroute.app.metrics.page import Reloads
 from warmroute.app.process import reconfigure_exit
 from warmroute.config import Config, ConfigError, describe_changes, keys_needing_restart
+from warmroute.edge.connection_pool import ConnectionPools
 from warmroute.edge.sockets import server_tls
 from warmroute.event_log import EventLog, where_it_failed
 
@@ -143,6 +144,8 @@ class ConfigReload:
         service.watcher.attach_stores()
         service.discovery.reconfigure(config.discovery)
         service.pools.drop_changed_keys(service.fleet)
+        if service.edges is not None:
+            service.edges.settings_changed()
         return changed
 
     def needs_restart(self) -> list[str]:
@@ -192,8 +195,17 @@ def shortened(reason: str) -> str:
 # A new certificate counts for new connections. Connections that are open keep theirs.
 
 
+class HasCertificates(Protocol):
+    """The router's process, or an edge."""
+
+    pools: ConnectionPools
+
+    @property
+    def config(self) -> Config: ...
+
+
 class Certificates:
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: HasCertificates) -> None:
         self._service = service
         listen = service.config.listen  # its keys change only with a restart
         self._cert, self._key = listen.tls_cert, listen.tls_key

@@ -17,6 +17,7 @@ from typing import Any, Final, Protocol
 from warmroute.app.admin import AdminApi, CaptureStreams, Decisions
 from warmroute.app.alert_webhook import create_webhook
 from warmroute.app.alerts import Alerts, FleetAlerts, Rejections, client_error_alerts, discovery_alerts
+from warmroute.app.brain_server import BrainServer
 from warmroute.app.capture import Capture, record_recent_traffic
 from warmroute.app.ended_calls import EndedCalls
 from warmroute.app.history import History, ScalingChange
@@ -50,6 +51,7 @@ from warmroute.app.process import (
     run_garbage_collection,
     run_history,
 )
+from warmroute.app.process_seat import Seat
 from warmroute.app.prompt_doctor import PromptDoctor
 from warmroute.app.reload import Certificates, ConfigReload, watch_files
 from warmroute.app.startup import hold_until_started, log_started, url_host
@@ -68,7 +70,7 @@ from warmroute.core.cluster.shared_nodes import SharedNodes
 from warmroute.core.fleet import Fleet
 from warmroute.core.health import CHECKS_TIME_OUT, HealthState
 from warmroute.core.last_decisions import LastDecisions
-from warmroute.core.messages import DUE
+from warmroute.core.messages import DUE, Event
 from warmroute.core.node import Node
 from warmroute.core.rate_limits import RateLimits
 from warmroute.core.router import Router
@@ -230,7 +232,9 @@ class NodeSet:
 
     def _forget(self, node: Node) -> None:
         service = self._service
-        service.proxy.tell(DUE)  # requests without a response leave it
+        service.tell(DUE)  # requests without a response leave it
+        if service.edges is not None:
+            service.edges.cards_changed(node.name, ())
         service.watcher.unwatch(node)
         service.cache_view.remove_node(node.name)
         service.tokenizer_registry.remove_node(node.name)
@@ -272,6 +276,8 @@ def _until_when(node: Node, before: HealthState) -> str:
 
 # The service: one router process. It builds all parts, connects them, starts and stops them.
 
+NODE_BITS: Final = 20
+"""A brain numbers its nodes from its fencing number on, shifted by this many bits: no edge takes one for another's."""
 GC_THRESHOLD = 20_000
 """How many more objects there must be than at the last garbage collection: requests in flight alone start none."""
 WRONG_KEY_DELAY_S = 0.5
@@ -285,17 +291,19 @@ class Service:
 
     def __init__(
         self, read_config: Callable[[], Config], config_file: Path | None = None, worker: Worker | None = None,
-        create_picker: Callable[[Service], EnvoyClients] | None = None,
+        create_picker: Callable[[Service], EnvoyClients] | None = None, seat: Seat | None = None,
     ) -> None:  # fmt: skip
         """`worker`: this process gets its connections from a parent process. `create_picker`: Envoy asks it for nodes,
-        and it serves no HTTP clients."""
+        and it serves no HTTP clients. `seat`: it is the brain of edges in other processes, and has no clients."""
         self.worker = worker
+        self.seat = seat
         self.config_reload = ConfigReload(self, read_config)
         self._config_file = config_file
         self.systemd = Systemd(os.environ)
         config, now = self.config, time.monotonic
         self.counters = Counters()
-        self.fleet = Fleet(config.health, log_health_change, config.outlier_detection)
+        fence = seat.fence if seat is not None else 0
+        self.fleet = Fleet(config.health, log_health_change, config.outlier_detection, fence << NODE_BITS)
         self.fleet.islands.reconfigure(config.islands, config.island_affinity)
         self.cache_view = CacheView(config.index)
         self.cache_view.set_stores({one.name: one.capacity_tokens for one in config.kv_stores})
@@ -328,7 +336,8 @@ class Service:
         self.ended_calls = EndedCalls(
             config, self.capture, self.prompt_doctor, self._trace_exporter, self.router.output_lengths, self._is_served
         )
-        brain, tables = self.brain, FleetTables(self.fleet, self.router, self.admission)
+        brain = self.brain
+        self.tables = tables = FleetTables(self.fleet, self.router, self.admission, self.cache_view)
         self.proxy = Proxy(
             config, brain.handle, lambda: brain.due_now, tables.current, self.prompt_reader,
             self.pools, self.counters, keep=self.ended_calls.keep, tracing=self.trace_sampling,
@@ -340,7 +349,7 @@ class Service:
             self.fleet,
             config,
             node_client.get,
-            lambda node: self.pools.for_node(node).last_byte_s,
+            self._last_byte_s,
             now,
             cache_view=self.cache_view,
             post=node_client.post,
@@ -424,6 +433,7 @@ class Service:
         self.reload, self.describe_reload = self.config_reload.reload, self.config_reload.describe
         self.readiness = self.proxy.own_endpoints.readiness
         self.describe_discovery = self.discovery.describe
+        self.edges = BrainServer(self, Path(seat.brain_socket), seat.fence) if seat is not None else None
         self.picker = create_picker(self) if create_picker is not None else None
         self.clients: Clients = self.picker or self.listener
         self._servers: list[Server] = []
@@ -453,10 +463,25 @@ class Service:
         record_recent_traffic(self.capture, scaling.traffic)
         return scaling
 
+    def _last_byte_s(self, node: Node) -> float:
+        """When the node last sent a byte of a response that still runs."""
+        if self.edges is not None:
+            return self.edges.last_byte_s(node.number)
+        return self.pools.for_node(node).last_byte_s
+
+    def tell(self, event: Event) -> None:
+        """Tell the brain something that no client's request has caused."""
+        if self.edges is not None:
+            self.edges.tell(event)
+        else:
+            self.proxy.tell(event)
+
     def _models_reported(self, node: Node, cards: Sequence[dict[str, Any]]) -> None:
         if window := node.config.max_model_len:
             cards = [{**card, "max_model_len": window} for card in cards]
         self.tokenizer_registry.set_model_cards(node.name, cards)
+        if self.edges is not None:
+            self.edges.cards_changed(node.name, cards)
 
     def _may_serve(self, model: str) -> bool:
         """Return whether a new node might serve this model. All nodes of a scaled fleet serve the same models: those
@@ -475,7 +500,7 @@ class Service:
 
     def _tell_due(self) -> None:
         self._waking = False
-        self.proxy.tell(DUE)
+        self.tell(DUE)
 
     def write_ended_calls(self) -> None:
         """Write down what is to be kept of the requests that have ended since the last call."""
@@ -538,7 +563,7 @@ class Service:
         config = self.config
         self.tokenizer_registry.start_loading()
         if config.startup.max_wait_s:
-            self.proxy.own_endpoints.starting = True
+            self.proxy.own_endpoints.starting = self.tables.starting = True
             self.proxy.hold_requests()
         operators_changes = await self.node_state.load()
         address = await self._listen()
@@ -548,7 +573,7 @@ class Service:
             loop.create_task(self.loop_delay.run()),
             loop.create_task(run_clean_up(self.cache_view, self.tokenizer_registry)),
             loop.create_task(run_garbage_collection()),
-            loop.create_task(run_brain(self.proxy.tell, lambda: self.brain.next_due_s)),
+            loop.create_task(run_brain(self.tell, lambda: self.brain.next_due_s)),
             loop.create_task(run_ended_calls(self.write_ended_calls, self.brain.failed_tries)),
             loop.create_task(self.model_watch.run()),
             loop.create_task(self.journal_file.run()),
@@ -556,6 +581,8 @@ class Service:
             loop.create_task(run_history(self.history, self.alerts, self.alert_webhook)),
             loop.create_task(self.prompt_doctor.run()),
         ]
+        if self.edges is not None:
+            self._tasks.append(loop.create_task(self.edges.run()))
         if (file := self._config_file) is not None:
             changed = watch_files(lambda: [file], lambda: self.config_reload.file_changed(file))
             self._tasks.append(loop.create_task(changed))
@@ -580,6 +607,11 @@ class Service:
             self.worker.report_ready()
             log.info("worker_started", nodes=len(self.fleet))
             return
+        if self.seat is not None:
+            self._tasks.append(loop.create_task(self.seat.give_signs()))
+            self.seat.serves()
+            log.info("brain_started", nodes=len(self.fleet), fence=self.seat.fence)
+            return
         log_started(config, address, self.admin_port, len(self.fleet))
 
     async def _listen(self) -> str:
@@ -590,7 +622,11 @@ class Service:
         if self.worker is not None:
             self._servers.append(await self.worker.join(self, tls))
             return f"worker {self.worker.seat.number}"
-        if self.picker is not None:
+        if self.edges is not None:
+            assert self.seat is not None
+            self.edges.listen()
+            address = f"unix:{self.seat.brain_socket}"
+        elif self.picker is not None:
             address = await self.picker.listen()
             self.port = self.picker.port
         elif (inherited := self.systemd.take_socket()) is not None:
@@ -610,6 +646,8 @@ class Service:
             address = f"{'https' if tls else 'http'}://{url_host(listen.host)}:{self.port}"
         if admin.enabled:
             inherited = self.systemd.take_socket(ADMIN_SOCKET)
+            if self.seat is not None:
+                inherited = self.seat.take_admin_socket()
             if inherited is not None:
                 server = await listen_inherited(self.admin_listener, inherited, None, plain)
             else:
@@ -631,7 +669,7 @@ class Service:
             pass
         if self.worker is not None:
             await self.worker.stop_accepting()
-        elif self.picker is None:
+        elif self.picker is None and self.edges is None:
             for server in self._servers[:1]:
                 await self._stop_accepting(server)
         self.clients.close_idle()
@@ -652,6 +690,8 @@ class Service:
             await self.picker.close()
         if self.worker is not None:
             self.worker.close()
+        if self.edges is not None:
+            self.edges.close()
         self.admin_listener.abort_all()
         for server in self._servers:
             server.close()

@@ -74,7 +74,7 @@ async def hold_until_started(service: Service) -> None:
                 break
             await asyncio.sleep(CHECK_S)
     finally:
-        service.proxy.own_endpoints.starting = False
+        service.proxy.own_endpoints.starting = service.tables.starting = False
         service.proxy.release_requests()
     duration_ms = round((time.monotonic() - started_s) * 1000.0, 1)
     if missing:

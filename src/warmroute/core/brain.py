@@ -40,6 +40,7 @@ from warmroute.core.messages import (
     Failed,
     FirstToken,
     Outcome,
+    Resume,
     Started,
     Withdraw,
     Withdrawn,
@@ -219,6 +220,8 @@ class Brain:
                     calls.arrive(call, event, now_s)
                 elif kind is Charge:
                     calls.charge(event, now_s)
+                elif kind is Resume:
+                    calls.resume(event, now_s)
                 else:
                     self._crosses(event, now_s)
             except Exception as error:
@@ -227,7 +230,7 @@ class Brain:
                     calls.note_failure(error, call)
                 else:
                     calls.fail_internally(call, error, now_s)
-            if kind is Arrive and (self.queue_due_s == inf or self.overdue_due_s == inf):
+            if (kind is Arrive or kind is Resume) and (self.queue_due_s == inf or self.overdue_due_s == inf):
                 self._start_looking(call, now_s)
         if self._work or self._leaving or self.fleet.changed or self._asked is not None or self._wants_hedges:
             self._follow_up(now_s)

@@ -67,10 +67,12 @@ from warmroute.core.messages import (
     Left,
     Lookup,
     NodeError,
+    OpenTry,
     Outcome,
     Prefilled,
     Reader,
     Reject,
+    Resume,
     Role,
     RoutingRequest,
     Send,
@@ -377,6 +379,14 @@ class Call:
             return split.prefill
         return None
 
+    def open_tries(self) -> list[Try]:
+        """Return the tries that the edge has been told of."""
+        split = self.split
+        prefill = split.prefill if split is not None and split.phase == PREFILLING else None
+        return [
+            one for one in (self.main, self.hedge, prefill) if one is not None and one.state not in (RESERVED, CLOSED)
+        ]
+
     def nodes(self) -> tuple[Node, ...]:
         """Return the nodes that the call waits for."""
         found: tuple[Node, ...] = (self.main.node,) if self.main is not None else ()
@@ -483,6 +493,70 @@ class Calls:
             self.admit(call, placed, now_s)
         elif call.history is not None:
             call.history.queued = True
+
+    def resume(self, event: Resume, now_s: float) -> None:
+        """An edge had this call before this core knew it: take it over as it stands. What nodes did for it before is
+        not learned from."""
+        arrive = event.arrive
+        call = self.open[arrive.id] = Call(arrive.id, arrive.request)
+        limits = self.rate_limits.of(arrive.request.tenant) if self.rate_limits is not None else None
+        if event.body_bytes >= 0 and limits is not None:
+            call.charge = limits.taken_before(event.body_bytes, event.has_output)
+        call.numbers = max([one.try_ for one in event.tries], default=0)
+        found = [(one, node) for one in event.tries if (node := self.fleet.find(one.node)) is not None]
+        whole = [(one, node) for one, node in found if one.role is not _PREFILL]
+        answering = [one for one in whole if one[0].status]
+        for one in event.tries:
+            if not one.status and not any(one is kept for kept, _ in answering or whole):
+                self.commands.append(Withdraw(call.id, one.try_))
+        if not whole:
+            if any(one.status for one in event.tries):  # its node is unknown here: the edge ends it alone
+                self._forget(call, now_s)
+                return
+            self.arrive(call, arrive, now_s)
+            return
+        call.request_id, call.lookup, call.entered_s = arrive.request_id, arrive.prompt, arrive.request.arrived_s
+        call.repeatable, call.envoy, call.names_node = arrive.repeatable, arrive.envoy, arrive.names_node
+        call.state, call.at_envoy = TRYING, arrive.envoy
+        if arrive.kept is not None:
+            call.kept = arrive.kept
+            call.history = CallHistory(call.entered_s, 0, tries=[])
+        for one, node in (answering or whole)[:2]:
+            self._resume_try(call, one, node, now_s)
+        if call.main is not None and not call.envoy and call.state == TRYING:
+            self.waiting[call] = None
+        if call.request.ends_late and not call.envoy:
+            self.deadlines.watch(call, now_s)
+
+    def _resume_try(self, call: Call, one: OpenTry, node: Node, now_s: float) -> None:
+        opened_s = min(one.opened_s or now_s, now_s)
+        try:
+            query = self.router.decide(call.request, now_s, call.lookup).query
+            decision = self.router.decide_among((node,), query) if query is not None else None
+        except RoutingError:
+            decision = None
+        decision = decision or Decision(node, "resumed", "the edge had sent it there")
+        ticket = self.router.dispatch(decision, node, opened_s)
+        ticket.has_hidden_hits = True  # what was cached when it was sent is not known
+        try_ = Try(one.try_, _FIRST if call.main is None else _HEDGE, ticket)
+        if self.ticket_log is not None:
+            self.ticket_log.append(TicketEvent(call, ticket, True))
+        call.tried += 1
+        if call.main is None:
+            call.main, call.decision, call.admitted_s = try_, decision, opened_s
+            journal = self.journal
+            if journal is not None and journal.on:
+                call.record = decision.record()
+                journal.add(call)
+            elif call.kept is not None:
+                call.record = decision.record()
+        else:
+            call.hedge = try_
+        if one.status:
+            call.state, call.status, try_.state = ANSWERING, one.status, STARTED
+        if one.first_token_s:
+            try_.state = STREAMING
+            ticket.first_token(min(one.first_token_s, now_s), False)
 
     def reject_those_that_lost(self, now_s: float) -> None:
         """Reject the calls that admission took out of its queue."""

@@ -35,8 +35,11 @@ class Fleet:
         health: HealthConfig,
         on_change: OnHealthChange = lambda _node, _before: None,
         outlier_detection: OutlierConfig | None = None,
+        first_number: int = 0,
     ) -> None:
+        """`first_number`: the numbers of its nodes begin behind it."""
         self._health = health
+        self._first_number = first_number
         self.outlier_detection = OutlierDetection(outlier_detection or OutlierConfig())
         self._observers = [on_change]
         self._config_observers: list[Callable[[Node], None]] = []
@@ -98,7 +101,7 @@ class Fleet:
             raise NameTaken(name)
         node = self._nodes[name] = Node(config, self._health, self.adapters)
         self._added += 1
-        node.number = self._added
+        node.number = self._first_number + self._added
         self._numbered[node.number] = node
         self.version += 1
         self.islands.add(node)

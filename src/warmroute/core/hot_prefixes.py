@@ -57,7 +57,7 @@ class HotPrefixes:
     def __init__(self, keep_examples: bool = True) -> None:
         """`keep_examples`: whether hot prefixes keep their tokens. Without them nothing of a prompt stays in memory but
         hashes, and the examples are empty."""
-        self._keep_examples = keep_examples
+        self.keeps_examples = keep_examples
         self._counts: dict[bytes, _Count] = {}
         self._examples = 0
         """Counts that have an example."""
@@ -89,7 +89,7 @@ class HotPrefixes:
             if prompt is None or found.example is not None or found.uses < HOT_USES:
                 continue
             if self._examples < MAX_EXAMPLES:
-                found.example = prompt.prefix(depth * block_size) if self._keep_examples else _NO_EXAMPLE
+                found.example = prompt.prefix(depth * block_size) if self.keeps_examples else _NO_EXAMPLE
                 found.chain = chain[: depth * 8]
                 self._examples += 1
 

@@ -507,6 +507,36 @@ class Withdrawn(msgspec.Struct, eq=False, gc=False, array_like=True, tag=9):
     try_: int
 
 
+class OpenTry(msgspec.Struct, eq=False, gc=False, array_like=True):
+    """A try that an edge had before the brain knew it."""
+
+    try_: int
+    role: Role
+    node: str
+    """The node's name: its number was the other brain's."""
+    opened_s: float
+    status: int = 0
+    """Of its response; 0: the client has no byte of it."""
+    first_token_s: float = 0.0
+    """0: no token has come."""
+    is_prefilled: bool = False
+    """Of a prefill try: the node has answered."""
+
+
+class Resume(msgspec.Struct, eq=False, array_like=True):
+    """A call that an edge had before the brain knew it. Without tries, it waits for a node."""
+
+    arrive: Arrive
+    tries: tuple[OpenTry, ...] = ()
+    body_bytes: int = -1
+    """Of a tenant with limits, which were taken; -1: it has none."""
+    has_output: bool = False
+
+    @property
+    def id(self) -> int:
+        return self.arrive.id
+
+
 class Cancel(msgspec.Struct, eq=False, gc=False, array_like=True, tag=10):
     """The edge has ended the call, and has withdrawn its tries."""
 
@@ -668,6 +698,8 @@ class NodeRow(msgspec.Struct, frozen=True, eq=False, gc=False, array_like=True):
     role: str
     bootstrap_port: int
     """Of SGLang's KV transfer."""
+    max_inflight: int = 0
+    """Requests that it gets at the same time; 0: any number."""
 
 
 class Tables(msgspec.Struct, eq=False):
@@ -693,3 +725,15 @@ class Tables(msgspec.Struct, eq=False):
     """Whether the policy reads prompts."""
     route_wants_tokens: dict[str, bool] = {}
     """By route, whether its policy does; only of routes with a policy of their own."""
+    chains: dict[str, tuple[tuple[str, str, int], ...]] = {}
+    """By served model, what its blocks are hashed with: base model, adapter, block size."""
+    keeps_prompts: bool = False
+    """Whether the core keeps the tokens of prompts that come often, to warm new nodes with them."""
+    starting: bool = False
+    """Requests wait at the edge until the core knows its nodes."""
+    serving: dict[str, tuple[int, ...]] = {}
+    """By model, the nodes that would get a request now: up, not draining, able to answer alone."""
+    captures: bool = False
+    """Whether a capture runs: the core wants the prompts."""
+    edges: int = 1
+    """Edges that share the limits of nodes and tenants."""

@@ -100,6 +100,10 @@ class TenantLimits(msgspec.Struct, eq=False):
             self.requests.take(1.0)
         return RequestCharge(self, body_bytes / BYTES_PER_TOKEN, has_output)
 
+    def taken_before(self, body_bytes: int, has_output: bool) -> RequestCharge:
+        """Return the charge of a request that has taken what it needs from these limits, in another process."""
+        return RequestCharge(self, body_bytes / BYTES_PER_TOKEN, has_output)
+
     def check(self, prompt: float | None, output: float, now_s: float, body_bytes: int, has_output: bool) -> None:
         """Check like `begin` and `RequestCharge.take_tokens`, but take nothing. Raises RateLimited."""
         self._check_begin(now_s)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from warmroute.core.admission import Admission
+from warmroute.core.cache_view import CacheView
 from warmroute.core.fleet import Fleet
 from warmroute.core.messages import NodeRow, Tables
 from warmroute.core.node import Node
@@ -10,16 +11,27 @@ from warmroute.core.router import Router
 
 
 class FleetTables:
-    def __init__(self, fleet: Fleet, router: Router, admission: Admission) -> None:
+    def __init__(self, fleet: Fleet, router: Router, admission: Admission, cache_view: CacheView) -> None:
         self._fleet = fleet
         self._router = router
+        self._cache_view = cache_view
+        self.starting = False
+        """Requests wait at the edges."""
+        self.captures = False
+        """A capture runs."""
+        self.edges = 1
+        """Those that share the limits of nodes and tenants."""
         self._without_node = admission.without_node
         self._tables = Tables()
+        self._rows: dict[Node, NodeRow] = {}
         self._built_for: tuple[object, ...] = ()
 
     def current(self) -> Tables:
         fleet = self._fleet
-        now_is = (fleet.version, self._router.policy, fleet.islands.several, self._without_node.first_node_wait_s)
+        now_is = (
+            fleet.version, self._router.policy, fleet.islands.several, self._without_node.first_node_wait_s,
+            self._cache_view.chain_keys, self.starting, self.captures, self.edges,
+        )  # fmt: skip
         if now_is != self._built_for:
             self._built_for = now_is
             self._tables = self._build()
@@ -32,7 +44,7 @@ class FleetTables:
         scaled_to_zero = self._without_node.first_node_wait_s > 0.0 and all(node.draining for node in fleet)
         return Tables(
             version=self._tables.version + 1,
-            nodes={node.number: row_of(node) for node in fleet},
+            nodes=self._nodes(),
             is_ready=fleet.can_serve or scaled_to_zero,
             cards=lambda: _model_cards(fleet),
             only_model=only.model if only is not None else "",
@@ -44,13 +56,33 @@ class FleetTables:
             },
             wants_tokens=router.policy.wants_tokens,
             route_wants_tokens={name: policy.wants_tokens for name, policy in router._by_route.items()},
+            chains=self._cache_view.chain_keys,
+            keeps_prompts=router.hot is not None and router.hot.keeps_examples,
+            starting=self.starting,
+            serving={
+                group.model: tuple([node.number for node in group.sort_if_changed().up.nodes if not node.needs_partner])
+                for group in fleet.groups
+            },
+            captures=self.captures,
+            edges=self.edges,
         )  # fmt: skip
+
+    def _nodes(self) -> dict[int, NodeRow]:
+        """Return a row for each node: the one of before, if it is still right."""
+        before, self._rows = self._rows, {}
+        for node in self._fleet:
+            row = before.get(node)
+            role, engine, most = node.role, node.engine, node.max_inflight
+            if row is None or row.role != role or row.engine != engine or row.max_inflight != most:
+                row = row_of(node)
+            self._rows[node] = row
+        return {row.number: row for row in self._rows.values()}
 
 
 def row_of(node: Node) -> NodeRow:
     return NodeRow(
         node.number, node.name, node.scheme, node.host, node.port, node.api_key_env, node.engine, node.role,
-        node.config.bootstrap_port,
+        node.config.bootstrap_port, node.max_inflight,
     )  # fmt: skip
 
 

@@ -24,6 +24,8 @@ TRACKED: Final = 64
 """Sources that are tracked for each code, and keys."""
 MAX_SOURCES: Final = 4
 """Sources and keys that are named."""
+MAX_FRESH: Final = 256
+"""Kinds of rejections that wait to be told to another process. Further ones are told without their sources."""
 NAME: Final = "client_errors"
 """Of the alert and of the line in the log."""
 NO_KEY: Final = "none"
@@ -81,24 +83,24 @@ class HeavyHitters:
     def __len__(self) -> int:
         return len(self._counts)
 
-    def add(self, key: str) -> None:
+    def add(self, key: str, times: int = 1) -> None:
         counts = self._counts
         known = counts.get(key)
         if known is not None:
-            counts[key] = known + 1
+            counts[key] = known + times
             return
         heap = self._heap
         if len(counts) < self._capacity:
-            counts[key] = 1
-            heappush(heap, (1, key))
+            counts[key] = times
+            heappush(heap, (times, key))
             return
         while heap[0][0] != counts[heap[0][1]]:
             heapreplace(heap, (counts[heap[0][1]], heap[0][1]))
         least, replaced = heap[0]
         del counts[replaced]
         self._errors.pop(replaced, None)
-        counts[key], self._errors[key] = least + 1, least
-        heapreplace(heap, (least + 1, key))
+        counts[key], self._errors[key] = least + times, least
+        heapreplace(heap, (least + times, key))
 
     def at_least(self) -> Counter[str]:
         """Return how often each key came at least. A thread may call it."""
@@ -162,19 +164,26 @@ class Storm(NamedTuple):
 
 class ClientErrors:
     def __init__(self) -> None:
+        self.fresh: dict[tuple[int, str, str, str], int] | None = None
+        """What another process has not been told, by status, code, source and key; None: there is none to tell."""
         self._codes: dict[str, _Code] = {}
 
-    def count(self, status: int, code: str, source: str, key_sha256: str) -> None:
+    def count(self, status: int, code: str, source: str, key_sha256: str, times: int = 1) -> None:
         """`source`: the client's address. `key_sha256`: the first characters of the hash of its key, for 401."""
         found = self._codes.get(code)
         if found is None:
             found = self._codes[code] = _Code(status, code)
-        found.total += 1
+        if self.fresh is not None:
+            kind = (status, code, source, key_sha256)
+            if kind not in self.fresh and len(self.fresh) >= MAX_FRESH:
+                kind = (status, code, "", "")
+            self.fresh[kind] = self.fresh.get(kind, 0) + times
+        found.total += times
         window = found.current
-        window.count += 1
-        window.sources.add(source)
+        window.count += times
+        window.sources.add(source, times)
         if status == 401:
-            window.keys.add(key_sha256 or NO_KEY)
+            window.keys.add(key_sha256 or NO_KEY, times)
 
     def storms(self, now_s: float) -> Iterator[Storm]:
         """Write the log, and yield the codes that many requests were rejected with. Call this every few seconds."""

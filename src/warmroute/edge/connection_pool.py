@@ -14,7 +14,7 @@ from typing import Any, Final, Protocol
 from warmroute._kernel import CHUNKED, BadChunk, ChunkReader, ResponseHead
 from warmroute.config import ConfigError
 from warmroute.config import Upstream as UpstreamConfig
-from warmroute.core.messages import LOCAL, REFUSED, TRANSIENT
+from warmroute.core.messages import LOCAL, REFUSED, TRANSIENT, NodeRow
 from warmroute.edge.node_connection import NodeConnection, ResponseHandler
 from warmroute.edge.sockets import PlainSockets
 from warmroute.edge.timer_wheel import NEVER, TICK_S, TimerWheel
@@ -35,6 +35,8 @@ class NodeAddress(Protocol):
 
     @property
     def number(self) -> int: ...
+    @property
+    def name(self) -> str: ...
     @property
     def scheme(self) -> str: ...
     @property
@@ -79,6 +81,17 @@ class ConnectionPools:
             self.by_number[node.number] = pool
         return pool
 
+    def renumber(self, nodes: Iterable[NodeRow]) -> None:
+        """Another core has given the nodes other numbers: keep their connections."""
+        before, self.by_number = self.by_number, {}
+        known = {pool.address: pool for pool in before.values()}
+        for node in nodes:
+            pool = known.pop((node.scheme, node.host, node.port, node.api_key_env), None)
+            if pool is not None:
+                self.by_number[node.number] = pool
+        for pool in known.values():
+            pool.close()
+
     def drop_changed_keys(self, nodes: Iterable[NodeAddress]) -> None:
         """Remove the pools of those nodes whose API key has changed."""
         for node in nodes:
@@ -87,7 +100,10 @@ class ConnectionPools:
                 self.remove(node)
 
     def remove(self, node: NodeAddress) -> None:
-        pool = self.by_number.pop(node.number, None)
+        self.remove_number(node.number)
+
+    def remove_number(self, number: int) -> None:
+        pool = self.by_number.pop(number, None)
         if pool is not None:
             pool.close()
 
@@ -108,6 +124,8 @@ class ConnectionPool:
         self._plain = plain if "%" not in node.host else None  # uvloop resolves no zones of link-local addresses
         self.timers = timers
         self._host, self._port = host, port = node.host, node.port
+        self.name = node.name
+        self.address = (node.scheme, host, port, node.api_key_env)
         self._uses_tls = node.scheme == "https"
         self.use_tls(tls)
         self.uses_tls = self._tls is not None

@@ -32,6 +32,7 @@ from warmroute.core.messages import (
     Failed,
     FirstToken,
     Left,
+    OpenTry,
     Prefilled,
     Reject,
     Role,
@@ -147,6 +148,14 @@ class Exchange:
     @property
     def has_node(self) -> bool:
         return bool(self.tries)
+
+    def open_tries(self) -> list[OpenTry]:
+        """Return what another core has to know of the tries that run now."""
+        winner = self.winner
+        return [
+            OpenTry(number, attempt.command.role, attempt.pool.name, 0.0, self._status if attempt is winner else 0)
+            for number, attempt in self.tries.items()
+        ]  # fmt: skip
 
     def prompt_read(self, prompt: Prompt | None) -> None:
         """The prompt was read in a thread, or by a node."""

@@ -28,6 +28,7 @@ from warmroute.core.messages import (
     Failed,
     KvTransfer,
     Lookup,
+    OpenTry,
     Reject,
     RoutingRequest,
     Send,
@@ -107,6 +108,7 @@ class CallExchange(Protocol):
     def id(self) -> int: ...
     @property
     def envoy(self) -> bool: ...
+    def open_tries(self) -> list[OpenTry]: ...
     def prompt_read(self, prompt: Prompt | None) -> None: ...
     def send(self, command: Send) -> None: ...
     def withdraw(self, command: Withdraw) -> None: ...
@@ -177,10 +179,11 @@ class Proxy:
         tracing: TraceSampling | None = None,
         kv_transfers: Mapping[str, KvTransfer] | None = None,
         now: Callable[[], float] = time.monotonic,
+        first_id: int = 0,
     ) -> None:
         """`handle`: the core's door. `due_now`: whether it wants Due soon. `tables`: what it knows of the fleet.
         `tracing`: None: the header lines of traces pass unchanged. `kv_transfers`: the KV transfer protocols by
-        engine."""
+        engine. `first_id`: the numbers of this edge's calls begin behind it."""
         self.handle = handle
         self._due_now = due_now
         self.tables = tables
@@ -191,7 +194,7 @@ class Proxy:
         self.now = now
         self.exchanges: dict[int, CallExchange] = {}
         """The open calls, by their number."""
-        self._last_id = 0
+        self._last_id = first_id
         self._later: list[Command] = []
         """What the core answered while commands were carried out."""
         self._obeying = self._due_comes = False

@@ -105,13 +105,13 @@ def without_context(fields: bytes) -> bytes:
 class EdgeTrace:
     """What the edge keeps of a request that is traced. The core keeps the rest: its tries, its decision, its end."""
 
-    __slots__ = ("_fields", "_span_seed", "context", "parent_id", "path", "started_s", "tracestate")
+    __slots__ = ("_fields", "context", "parent_id", "path", "span_seed", "started_s", "tracestate")
 
     def __init__(
         self, random_bits: RandomBits, context: TraceContext, parent_id: bytes, tracestate: bytes, fields: bytes,
         path: bytes, started_s: float,
     ) -> None:  # fmt: skip
-        self._span_seed = random_bits(64)
+        self.span_seed = random_bits(64)
         self._fields = fields
         """The header lines for nodes, without `traceparent`."""
         self.context = context
@@ -129,7 +129,7 @@ class EdgeTrace:
     def span_id(self, try_: int) -> bytes:
         """Return the id of a try's span. Whoever has the trace computes the same: the edge for the node, the core for
         the export."""
-        return b"%016x" % ((self._span_seed + try_ * _SPAN_STEP & (1 << 64) - 1) | 1)
+        return b"%016x" % ((self.span_seed + try_ * _SPAN_STEP & (1 << 64) - 1) | 1)
 
 
 class EndedEarly(NamedTuple):

@@ -8,13 +8,11 @@ import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, Protocol
 
 import msgspec
 
 from warmroute._kernel import TOKEN_BYTES
-from warmroute.core.node import Node
-from warmroute.engines import Post
 from warmroute.event_log import EventLog
 from warmroute.prompt.prompt import Prompt
 from warmroute.prompt.prompt_tokenizer import TEMPLATE_REJECTS, PromptTokenizer
@@ -72,10 +70,21 @@ class NotTokenizable(Exception):
     """The node's response would not be, or might not be, the prompt's tokens."""
 
 
+class TokenizingNode(Protocol):
+    """The core's own node, or a row of an edge's tables."""
+
+    @property
+    def number(self) -> int: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def engine(self) -> str: ...
+
+
 class RemoteTokenizer:
     def __init__(
         self,
-        post: Post,
+        post: Callable[[Any, str, bytes, float], Awaitable[tuple[int, bytes]]],
         pack_token_ids: Callable[[list[int]], bytes],
         cache_bytes: int = CACHE_BYTES,
         timeout_s: float = TIMEOUT_S,
@@ -93,7 +102,7 @@ class RemoteTokenizer:
         self._failures: dict[str, int] = {}
         self._paused_until_s: dict[str, float] = {}
 
-    async def tokenize(self, node: Node, path: bytes, body: bytes) -> bytes | None:
+    async def tokenize(self, node: TokenizingNode, path: bytes, body: bytes) -> bytes | None:
         """Return the prompt's tokens, four bytes each, little-endian; None if they are not available."""
         if node.engine != "vllm":
             return None
@@ -111,7 +120,7 @@ class RemoteTokenizer:
                 self._store(key, tokens)
         return tokens
 
-    async def _request(self, node: Node, request: bytes) -> bytes | None:
+    async def _request(self, node: TokenizingNode, request: bytes) -> bytes | None:
         try:
             status, body = await self._post(node, "/tokenize", request, self._timeout_s)
         except OSError as error:
@@ -140,7 +149,7 @@ class RemoteTokenizer:
         except OverflowError:
             return None
 
-    def _count_failure(self, node: Node, reason: str) -> None:
+    def _count_failure(self, node: TokenizingNode, reason: str) -> None:
         failures = self._failures[node.name] = self._failures.get(node.name, 0) + 1
         if failures >= MAX_FAILURES:
             if failures == MAX_FAILURES:
@@ -150,12 +159,12 @@ class RemoteTokenizer:
                 )  # fmt: skip
             self._paused_until_s[node.name] = self._now() + PAUSE_S
 
-    def is_paused(self, node: Node) -> bool:
+    def is_paused(self, node: TokenizingNode) -> bool:
         """Return whether the router sends no requests to a node after too many failures. After a pause, one more
         failure starts the next one."""
         return self._now() < self._paused_until_s.get(node.name, 0.0)
 
-    def reset(self, node: Node) -> None:
+    def reset(self, node: TokenizingNode) -> None:
         """Forget a node's failures: it has succeeded, or left the fleet."""
         self._failures.pop(node.name, None)
         self._paused_until_s.pop(node.name, None)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import faulthandler
+import socket
 from pathlib import Path
 from typing import Any, get_args
 
@@ -12,8 +14,12 @@ import uvloop
 
 from warmroute import config as configuration
 from warmroute.app import log as logs
+from warmroute.app import process_seat
 from warmroute.app.commands import port, whole
-from warmroute.app.process import keep_freed_memory, leave, raise_file_limit
+from warmroute.app.edge_processes import EdgeProcesses
+from warmroute.app.edge_service import EdgeService
+from warmroute.app.process import keep_freed_memory, leave, raise_file_limit, show_as
+from warmroute.app.process_seat import Seat
 from warmroute.app.service import EnvoyClients, Service
 from warmroute.app.startup import check_startup
 from warmroute.app.workers.seat import take_seat
@@ -21,6 +27,7 @@ from warmroute.app.workers.supervisor import Supervisor
 from warmroute.app.workers.worker import Worker
 from warmroute.app.workers.worker_process import worker_command
 from warmroute.config import Config, ConfigError, NodeConfig, missing_extra
+from warmroute.edge.link import Address
 from warmroute.event_log import EventLog
 
 # What `serve` and `picker` have in common: flags that override the configuration, and the steps before the service.
@@ -76,11 +83,23 @@ def add_serve(commands: Any) -> None:
         metavar="N",
         help="processes that serve requests, behind one port (default: 1; see docs/concepts/several-processes.md)",
     )
+    parser.add_argument(
+        "--edges",
+        type=whole(1, 256),
+        metavar="N",
+        help="processes that serve clients, behind one port, beside one that decides (default: one process for both)",
+    )
     parser.set_defaults(run=run_serve)
 
 
 def run_serve(args: argparse.Namespace) -> int:
+    if (process := process_seat.take_seat()) is not None:
+        return _run_process(args, process)
     config = read_config(args, "listen")
+    if args.edges:
+        check_and_log(args, config, None)
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(EdgeProcesses(config, args.edges, worker_command(args.own_arguments)).run_until_signal())
     seat = take_seat()
     check_and_log(args, config, seat.number if seat is not None else None)
     keep_freed_memory()
@@ -91,6 +110,26 @@ def run_serve(args: argparse.Namespace) -> int:
         service = Service(lambda: read_config(args, "listen"), args.config)
     else:  # the parent watches the configuration file
         service = Service(lambda: read_config(args, "listen"), worker=Worker(seat))
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(service.run_until_signal())
+        leave()
+    return 0
+
+
+def _run_process(args: argparse.Namespace, seat: Seat) -> int:
+    """Be the brain or an edge of `serve --edges`."""
+    show_as(seat.title)
+    faulthandler.enable()  # a process that hangs gets SIGABRT
+    keep_freed_memory()
+    raise_file_limit()
+    if seat.kind == "brain":
+        config = read_config(args, "listen")
+        logs.set_up(config.log, "brain")
+        service: Service | EdgeService = Service(lambda: read_config(args, "listen"), args.config, seat=seat)
+    else:
+        logs.set_up(configuration.Log(), f"edge-{seat.number}")
+        sockets = [socket.socket(fileno=fd) for fd in seat.listening_fds]
+        service = EdgeService(seat, [Address(path=seat.brain_socket)], sockets)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(service.run_until_signal())
         leave()

@@ -20,6 +20,7 @@ from warmroute.core.messages import (
     FirstToken,
     Left,
     NodeRow,
+    OpenTry,
     Reader,
     Reject,
     RoutingRequest,
@@ -149,6 +150,15 @@ class EnvoyExchange:
             return
         self.command = command
         self.body = b""
+
+    def open_tries(self) -> list[OpenTry]:
+        """Return what another core has to know of the try that Envoy has."""
+        command = self.command
+        if command is None:
+            return []
+        row = self._served or self._proxy.tables().nodes.get(command.node)
+        name = row.name if row is not None else ""
+        return [OpenTry(command.try_, command.role, name, 0.0, self._status if self._started else 0)]
 
     def withdraw(self, command: Withdraw) -> None:
         """The request cannot be taken back from Envoy."""
