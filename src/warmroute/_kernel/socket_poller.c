@@ -75,7 +75,7 @@ static void finish_events(Poller *p) {
 /* ---- Accepting ---- */
 
 static void accept_some(ListeningSocket *l) {
-    for (int i = 0; i < ACCEPTED_AT_ONCE && l->fd >= 0; i++) {
+    for (int i = 0; i < ACCEPTED_AT_ONCE && l->fd >= 0 && l->watched; i++) {
         int fd = accept4(l->fd, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC);
         if (fd < 0) {
             if (errno == EAGAIN || errno == EWOULDBLOCK)

@@ -247,7 +247,7 @@ class BrainServer:
             edge.connection.close()
         edge.connection, edge.lost_s, connection.edge = connection, inf, edge
         service = self._service
-        service.tables.edges = max(1, len([one for one in self.edges.values() if one.connection is not None]))
+        service.tables.edges = max(1, self.connected)
         frames: list[Any] = [Welcome(min(VERSION, hello.version), self.fence)]
         frames.append(Settings(msgspec.json.encode(service.config)))
         frames += [ModelCards(name, list(cards)) for name, cards in self._cards.items()]
@@ -310,6 +310,7 @@ class BrainServer:
     def _end(self, edge: Edge) -> None:
         """An edge has ended: its clients have lost their connections."""
         del self.edges[edge.number]
+        self._gone["ended"] = self._gone.get("ended", 0) + 1
         self._service.tables.edges = max(1, len(self.edges))
         ids = self._ids_of(edge)
         for id in ids:
@@ -377,6 +378,10 @@ class BrainServer:
     def total(self, name: str) -> int:
         """Return a counter of all edges, those included that have ended."""
         return self._gone.get(name, 0)
+
+    @property
+    def connected(self) -> int:
+        return len([edge for edge in self.edges.values() if edge.connection is not None])
 
     def gauge(self, name: str) -> int:
         return sum([edge.gauge(name) for edge in self.edges.values()])

@@ -24,6 +24,7 @@ from warmroute.app.process import ADMIN_SOCKET, EXIT_GRACE_S, Systemd
 from warmroute.app.process_seat import Seat
 from warmroute.app.startup import url_host, warn_without_keys
 from warmroute.config import Config
+from warmroute.edge.balance import memory_for
 from warmroute.edge.sockets import open_tcp_socket, open_unix_socket, server_tls
 from warmroute.event_log import EventLog
 
@@ -128,6 +129,8 @@ class EdgeProcesses:
         self._children: dict[tuple[str, int], Child] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._sockets: list[socket.socket] = []
+        self._memory = memory_for(edges)
+        self._events = [os.eventfd(0, os.EFD_NONBLOCK) for _ in range(edges)]
         self._admin: socket.socket | None = None
         self._stopping = asyncio.Event()
         self._stopped = asyncio.Event()
@@ -202,7 +205,10 @@ class EdgeProcesses:
             admin_fd = self._admin.fileno() if self._admin is not None else -1
             return Seat("brain", 0, str(self._brain_socket), sign_fd, self._fence, admin_fd=admin_fd)
         listening = tuple([one.fileno() for one in self._sockets])
-        return Seat("edge", child.number, str(self._brain_socket), sign_fd, listening_fds=listening)
+        return Seat(
+            "edge", child.number, str(self._brain_socket), sign_fd, listening_fds=listening, memory_fd=self._memory,
+            event_fds=tuple(self._events),
+        )  # fmt: skip
 
     async def _keep_running(self, kind: str, number: int) -> None:
         """Start a process, and start it again whenever it ends."""

@@ -44,11 +44,12 @@ from warmroute.core.traffic import Counters
 from warmroute.core.wire import COUNTS, GAUGES, ClientErrorCount, ModelCards, Report
 from warmroute.edge.alone import Limits
 from warmroute.edge.arrival import FORWARDED, Kept
+from warmroute.edge.balance import Balance
 from warmroute.edge.client_connection import Listener
 from warmroute.edge.connection_pool import ConnectionPools, NodeClient
 from warmroute.edge.link import Address, BrainLink
 from warmroute.edge.proxy import Proxy
-from warmroute.edge.sockets import PlainSockets, Server, accept_the_last, listen_inherited
+from warmroute.edge.sockets import PlainServer, PlainSockets, TlsServer, accept_the_last, listen_inherited
 from warmroute.edge.timer_wheel import TimerWheel
 from warmroute.edge.trace_context import TraceSampling
 from warmroute.engines import KV_TRANSFERS
@@ -80,7 +81,7 @@ class EdgeService:
         self._config = Config()
         self.proxy: Proxy
         self._is_built = False
-        self._servers: list[Server] = []
+        self._servers: list[PlainServer | TlsServer] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._stop_now = asyncio.Event()
 
@@ -162,6 +163,7 @@ class EdgeService:
             "disconnects": counters.disconnects, "stale_connections": counters.stale_connections,
             "prompts_in_threads": counters.prompts_in_threads, "prompts_not_tokenized": counters.prompts_not_tokenized,
             "accepted": listener.accepted, "too_slow": listener.too_slow, "traces_limited": limited,
+            "times_alone": self.link.times_alone,
         }  # fmt: skip
         gauges = {
             "connections": len(listener.connections), "busy": listener.busy,
@@ -214,8 +216,14 @@ class EdgeService:
         await self.link.configured.wait()
         tls = self.certificates.load()
         for one in self._sockets:
-            self._servers.append(await listen_inherited(self.listener, one, tls, self.plain_sockets))
+            server = await listen_inherited(self.listener, one, tls, self.plain_sockets)
+            assert isinstance(server, PlainServer | TlsServer)
+            self._servers.append(server)
+        seat = self._seat
+        balance = self.listener.balance = Balance(seat.memory_fd, seat.event_fds, seat.number - 1, self._servers)
+        balance.start()
         self._tasks += [
+            loop.create_task(balance.run()),
             loop.create_task(LoopDelay().run()),
             loop.create_task(run_garbage_collection()),
             loop.create_task(self._verify_tokenizers()),
@@ -244,7 +252,11 @@ class EdgeService:
                     await self._stop_now.wait()
             except TimeoutError:
                 pass
+            balance, self.listener.balance = self.listener.balance, None
+            if balance is not None:
+                balance.close()
             for server in self._servers:
+                server.resume_accepting()
                 await accept_the_last(server.sockets)
                 server.close()
             self.listener.close_idle()

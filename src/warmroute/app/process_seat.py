@@ -31,6 +31,10 @@ class Seat(msgspec.Struct):
     """Of a brain: higher than those of all before it."""
     listening_fds: tuple[int, ...] = ()
     """Of an edge: sockets for clients."""
+    memory_fd: int = -1
+    """Of an edge: what edges tell each other of their connections (edge/balance.py)."""
+    event_fds: tuple[int, ...] = ()
+    """Of an edge: an event descriptor for each edge."""
     admin_fd: int = -1
     """Of a brain: the socket of the admin listener; -1: it opens it itself."""
 
@@ -43,7 +47,8 @@ class Seat(msgspec.Struct):
         return {**os.environ, ENVIRONMENT: msgspec.json.encode(self).decode()}
 
     def fds(self) -> tuple[int, ...]:
-        return (self.sign_fd, *self.listening_fds, *((self.admin_fd,) if self.admin_fd >= 0 else ()))
+        one = [fd for fd in (self.admin_fd, self.memory_fd) if fd >= 0]
+        return (self.sign_fd, *self.listening_fds, *self.event_fds, *one)
 
     def take_admin_socket(self) -> socket.socket | None:
         fd, self.admin_fd = self.admin_fd, -1

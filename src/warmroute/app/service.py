@@ -27,6 +27,7 @@ from warmroute.app.live_page import LiveFeed, LiveSnapshot
 from warmroute.app.metrics.exposition import Scrapes
 from warmroute.app.metrics.page import (
     DiscoveryMetrics,
+    EdgeMetrics,
     HitRateMetrics,
     InferencePoolMetrics,
     ListenerMetrics,
@@ -344,6 +345,7 @@ class Service:
             kv_transfers=KV_TRANSFERS, now=now,
         )  # fmt: skip
         self.listener = Listener(self.proxy, config.limits, self.timers, WRONG_KEY_DELAY_S)
+        self.edges = BrainServer(self, Path(seat.brain_socket), seat.fence) if seat is not None else None
         node_client = NodeClient(self.pools)
         self.watcher = NodeWatcher(
             self.fleet,
@@ -387,7 +389,7 @@ class Service:
             self.fleet,
             self.cache_view,
             self.counters,
-            lambda: (len(self.clients.connections), self.clients.accepted),
+            self._count_clients,
             lambda: (self.admission.queue.waiting, self.admission.queue.queued_total),
             now,
             lambda: self.scaling.stats() if self.scaling is not None else None,
@@ -406,7 +408,7 @@ class Service:
                 DiscoveryMetrics(self.discovery.stats),
                 ClusterMetrics(lambda: self.member.figures() if self.member is not None else None),
                 InferencePoolMetrics(self.fleet, lambda: self.admission.queue.waiting, lambda: pool_name(self)),
-                ListenerMetrics(self.listener),
+                ListenerMetrics(self.listener) if self.edges is None else EdgeMetrics(self.edges),
                 add_process_metrics,
             ),
         )
@@ -433,7 +435,6 @@ class Service:
         self.reload, self.describe_reload = self.config_reload.reload, self.config_reload.describe
         self.readiness = self.proxy.own_endpoints.readiness
         self.describe_discovery = self.discovery.describe
-        self.edges = BrainServer(self, Path(seat.brain_socket), seat.fence) if seat is not None else None
         self.picker = create_picker(self) if create_picker is not None else None
         self.clients: Clients = self.picker or self.listener
         self._servers: list[Server] = []
@@ -468,6 +469,12 @@ class Service:
         if self.edges is not None:
             return self.edges.last_byte_s(node.number)
         return self.pools.for_node(node).last_byte_s
+
+    def _count_clients(self) -> tuple[int, int]:
+        """Return how many clients are connected, and how many ever were."""
+        if self.edges is not None:
+            return self.edges.gauge("connections"), self.edges.total("accepted")
+        return len(self.clients.connections), self.clients.accepted
 
     def tell(self, event: Event) -> None:
         """Tell the brain something that no client's request has caused."""

@@ -170,7 +170,7 @@ class Report(msgspec.Struct, array_like=True, tag=19):
 
 COUNTS: Final = (
     "disconnects", "stale_connections", "prompts_in_threads", "prompts_not_tokenized", "accepted", "too_slow",
-    "traces_limited",
+    "traces_limited", "times_alone",
 )  # fmt: skip
 GAUGES: Final = ("connections", "busy", "body_bytes", "unread_bytes")
 

@@ -22,6 +22,7 @@ from warmroute._kernel import (
 from warmroute.config import Limits
 from warmroute.edge import errors
 from warmroute.edge.arrival import Rights, is_anthropic
+from warmroute.edge.balance import Balance
 from warmroute.edge.errors import CLOSE_LINE, Headers, HttpError, render_final_error, render_reply, with_request_id
 from warmroute.edge.http1 import MAX_HEADER_FIELDS, head_rejection
 from warmroute.edge.timer_wheel import NEVER, TICK_S, TimerWheel
@@ -844,6 +845,8 @@ class Listener:
         """Responses carry `Connection: close`: the router stops, or `limits.connections` is reached."""
         self.on_closed: Callable[[], object] | None = None
         """Is called after a connection was closed."""
+        self.balance: Balance | None = None
+        """Set if other processes serve the same listening socket."""
         self._empty: asyncio.Event | None = None
 
     def protocol(self) -> Any:
@@ -881,6 +884,8 @@ class Listener:
             oldest.make_place()
         self.without_request[client] = None
         self._count_changed()
+        if self.balance is not None:
+            self.balance.changed(len(connections))
         return True
 
     def _count_changed(self) -> None:
@@ -896,6 +901,8 @@ class Listener:
             self._empty.set()
         if self.on_closed is not None:
             self.on_closed()
+        if self.balance is not None:
+            self.balance.changed(len(self.connections))
 
     @property
     def buffered_bytes(self) -> int:

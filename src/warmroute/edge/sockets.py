@@ -144,6 +144,15 @@ class PlainServer:
         except OSError as error:
             self._failed(error.errno or errno.ENOMEM)
 
+    def pause_accepting(self) -> None:
+        """Let other processes accept the connections of the same sockets."""
+        for one in self._listening:
+            one.pause()
+
+    def resume_accepting(self) -> None:
+        if self._pause is None:
+            self._resume()
+
     def is_serving(self) -> bool:
         return bool(self._listening)
 
@@ -189,14 +198,14 @@ class TlsServer:
         self._socket_file = socket_file
         self._file_number = os.stat(socket_file).st_ino if socket_file else 0
         self._pause: asyncio.TimerHandle | None = None
-        self._serving = True
+        self._serving = self._accepts = True
         self._opening: set[asyncio.Task[None]] = set()
         for one in self.sockets:
             one.setblocking(False)
         self._resume()
 
     def _resume(self) -> None:
-        self._pause = None
+        self._pause, self._accepts = None, True
         for one in self.sockets:
             asyncio.get_running_loop().add_reader(one, self._accept, one)
 
@@ -221,6 +230,18 @@ class TlsServer:
             task = loop.create_task(open_tls(self._listener, connection, self._tls))
             self._opening.add(task)
             task.add_done_callback(self._opening.discard)
+            if not self._accepts:
+                return
+
+    def pause_accepting(self) -> None:
+        """Let other processes accept the connections of the same sockets."""
+        self._accepts = False
+        for one in self.sockets:
+            asyncio.get_running_loop().remove_reader(one)
+
+    def resume_accepting(self) -> None:
+        if self._serving and self._pause is None:
+            self._resume()
 
     def is_serving(self) -> bool:
         return self._serving

@@ -475,6 +475,9 @@ CLUSTER_CONNECTED: Final = _gauge("cluster_connected", "1 if messages of other r
 CLUSTER_WRITABLE: Final = _gauge("cluster_writable", "1 if Redis takes writes, else 0: no replica scales.")
 CLUSTER_DELAY: Final = _gauge("cluster_delay_seconds", "How long the last message took through Redis.")
 
+EDGES: Final = _gauge("edges", "Edge processes whose link to the brain is up (`serve --edges`).")
+EDGES_ENDED: Final = _counter("edges_ended", "Edge processes that ended while clients may have been connected.")
+EDGES_ALONE: Final = _counter("edges_alone", "How often an edge had no brain for a second, and chose nodes by itself.")
 WORKERS: Final = _gauge("workers", "Workers that serve (`serve --workers`).")
 WORKER_ANSWERS: Final = _gauge("worker_answers", "0: the worker hangs (`serve --workers`).", "worker")
 WORKER_RESTARTS: Final = _counter("worker_restarts", "Workers that ended and were started again.")

@@ -454,6 +454,29 @@ class ListenerMetrics:
         page[metrics.CLIENTS_TOO_SLOW].add(listener.too_slow)
 
 
+class EdgeFigures(Protocol):
+    """Of all edges in other processes."""
+
+    @property
+    def connected(self) -> int: ...
+    def gauge(self, name: str) -> int: ...
+    def total(self, name: str) -> int: ...
+
+
+class EdgeMetrics:
+    def __init__(self, edges: EdgeFigures) -> None:
+        self._edges = edges
+
+    def __call__(self, page: Page) -> None:
+        edges = self._edges
+        page[metrics.REQUEST_BODIES].add(edges.gauge("body_bytes"))
+        page[metrics.CLIENT_UNREAD].add(edges.gauge("unread_bytes"))
+        page[metrics.CLIENTS_TOO_SLOW].add(edges.total("too_slow"))
+        page[metrics.EDGES].add(edges.connected)
+        page[metrics.EDGES_ENDED].add(edges.total("ended"))
+        page[metrics.EDGES_ALONE].add(edges.total("times_alone"))
+
+
 # Adds to the metrics page how requests left the admission queue.
 
 
