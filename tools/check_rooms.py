@@ -31,7 +31,7 @@ MAY_KNOW: dict[str, set[str]] = {
     FLOOR: {"config", "_kernel"},
     "core": {"config", "_kernel"},
     "prompt": {"config", "_kernel"},
-    "edge": {"core.messages", "prompt", "config", "_kernel"},
+    "edge": {"core.messages", "core.wire", "prompt", "config", "_kernel"},
     "engines": {"core", "config"},
     "scaling": {"core", "config"},
     "lab": {"core", "engines", "scaling", "edge", "config"},
@@ -50,8 +50,6 @@ EXCEPTIONS = {
     ("engines/block_reports.py", "warmroute.edge.async_handler"),
     ("engines/block_reports.py", "warmroute.edge.errors"),
     ("lab/workloads/trace.py", "warmroute.app.capture"),  # a file name
-    ("prompt/node_tokenizer.py", "warmroute.core.node"),
-    ("prompt/node_tokenizer.py", "warmroute.engines"),
     ("prompt/reader.py", "warmroute.core.traffic"),
 }
 """Importing file and imported module, of imports that break a rule."""

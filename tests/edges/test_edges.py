@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from support.engine_scripts import DONE, SSE_HEAD, chunk, script, sse_event
+from support.otlp_collector import otlp_collector
 from support.polling import until
 from support.raw_client import RawConnection, chat, get, post
 from support.scripted_engine import ScriptedEngine, engines
@@ -147,6 +148,17 @@ async def test_a_stopped_brain_is_replaced(tmp_path: Path) -> None:
         await until_in_flight(router, 0)
 
 
+async def test_the_next_brain_knows_what_operators_did(tmp_path: Path) -> None:
+    async with engines(2) as [first, second], edges(tmp_path, first, second) as router:
+        assert (await admin(router, "/admin/nodes/node-0/drain", "POST"))[0] == 200
+        os.kill(pids(router)["brain"], signal.SIGKILL)
+        await until(lambda: sum("brain_started" in line for line in router.lines) == 2, "", PATIENCE_S)
+        before = len(first.seen)
+        for _ in range(4):
+            assert (await router.request()).status == 200
+        assert len(first.seen) == before and second.seen
+
+
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 async def test_an_edge_that_ends_takes_only_its_own_clients_along(tmp_path: Path, how: signal.Signals) -> None:
     async with engines() as [engine], edges(tmp_path, engine) as router:
@@ -229,3 +241,31 @@ async def test_it_stops_after_its_requests(tmp_path: Path) -> None:
         async with asyncio.timeout(PATIENCE_S):
             assert await router.process.wait() == 0
         assert not any(_runs(pid) for pid in children)
+
+
+async def test_capture_log_explanations_and_traces_are_whole(tmp_path: Path) -> None:
+    captured = tmp_path / "captures"
+    more = f'[log]\nrequests = true\n[capture]\ndirectory = "{captured}"\n'
+    async with engines() as [engine]:
+        with otlp_collector() as collector:
+            more += f'[tracing]\nenabled = true\nendpoint = "{collector.url}"\nsample_ratio = 1.0\n'
+            async with edges(tmp_path, engine, more=more) as router:
+                ids = []
+                for number in range(6):
+                    response = await router.request(post(chat(f"{number} " * 200)))
+                    assert response.status == 200
+                    ids.append(response.get("x-request-id"))
+                for one in ids:
+                    status, body = await admin(router, f"/admin/decisions/{one}")
+                    assert status == 200 and json.loads(body)["request_id"] == one
+                await until(lambda: all(router.logged(f"request_id={one}") for one in ids), "six lines", PATIENCE_S)
+                await until(lambda: len(collector.requests_spans()) == 6, "six traces", PATIENCE_S)
+                attempts = {span.span_id for span in collector.spans if span.name == "attempt"}
+                sent = [re.search(rb"(?i)traceparent: 00-[0-9a-f]+-([0-9a-f]+)-", one.head) for one in engine.seen]
+                assert {one[1].decode() for one in sent if one} == attempts, "nodes get the ids that the trace has"
+                await until(lambda: len(_lines(captured)) == 6, "six captured requests", PATIENCE_S)
+                assert all(json.loads(line)["hash_ids"] for line in _lines(captured))
+
+
+def _lines(folder: Path) -> list[str]:
+    return [line for file in folder.glob("*") for line in file.read_text().splitlines()]

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from warmroute.core import snapshot
 from warmroute.core.calls import LEAVING, STARTED
 from warmroute.core.messages import (
     DUE,
@@ -64,7 +65,7 @@ from warmroute.edge.arrival import Kept
 from warmroute.edge.link import machine_id
 from warmroute.edge.sockets import Server, open_unix_socket
 from warmroute.edge.trace_context import EdgeTrace, EndedEarly, TraceContext
-from warmroute.event_log import EventLog
+from warmroute.event_log import EventLog, where_it_failed
 from warmroute.prompt.prompt import Prompt
 
 if TYPE_CHECKING:
@@ -79,7 +80,46 @@ SILENT_S: Final = 2.0
 RESYNC_S: Final = 2.0
 """How long the calls of an edge without a link are kept."""
 CHECK_S: Final = 0.1
-_NO_COMMANDS: Final[tuple[Command, ...]] = ()
+SNAPSHOT_S: Final = 5.0
+
+
+class LearnedFile:
+    """What this brain has learned, in a file for the one that comes after it (core/snapshot.py)."""
+
+    def __init__(self, service: Service, folder: Path) -> None:
+        self._service = service
+        self._file = folder / "learned"
+
+    async def run(self) -> None:
+        """Take over what the brain before this one has learned, then write down what this one learns."""
+        service, waiting = self._service, self._restore()
+        while True:
+            await asyncio.sleep(SNAPSHOT_S if waiting is None else CHECK_S)
+            try:
+                now_s = time.monotonic()
+                if waiting is not None:
+                    waiting = waiting if waiting.apply_to_nodes(service.fleet, now_s) else None
+                    continue
+                data = snapshot.take(service.fleet, service.router, service.rate_limits, now_s)
+                await asyncio.get_running_loop().run_in_executor(None, self._write, data)
+            except Exception as error:
+                log.error("snapshot_failed", "The brain tries again.", reason=where_it_failed(error))
+
+    def _restore(self) -> snapshot.Restored | None:
+        try:
+            restored = snapshot.Restored(self._file.read_bytes(), time.monotonic())
+        except FileNotFoundError:  # this is the first one
+            return None
+        except (OSError, ValueError) as error:
+            log.error("snapshot_unusable", "The brain learns anew.", reason=error)
+            return None
+        restored.apply(self._service.router, self._service.rate_limits, time.monotonic())
+        return restored
+
+    def _write(self, data: bytes) -> None:
+        part = self._file.with_suffix(".part")
+        part.write_bytes(data)
+        part.replace(self._file)
 
 
 class Edge:

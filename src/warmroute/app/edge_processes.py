@@ -203,7 +203,8 @@ class EdgeProcesses:
         if child.kind == "brain":
             self._fence += 1
             admin_fd = self._admin.fileno() if self._admin is not None else -1
-            return Seat("brain", 0, str(self._brain_socket), sign_fd, self._fence, admin_fd=admin_fd)
+            folder = str(self._folder)
+            return Seat("brain", 0, str(self._brain_socket), sign_fd, folder, self._fence, admin_fd=admin_fd)
         listening = tuple([one.fileno() for one in self._sockets])
         return Seat(
             "edge", child.number, str(self._brain_socket), sign_fd, listening_fds=listening, memory_fd=self._memory,

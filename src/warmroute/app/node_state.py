@@ -108,9 +108,12 @@ def create_store(config: State) -> Store | None:
 
 
 class NodeState:
-    def __init__(self, config: Config, is_worker: bool = False) -> None:
-        """`is_worker`: the parent writes the state, and says what is wrong with it. Raises ConfigError."""
-        self._store = store = create_store(config.state)
+    def __init__(self, config: Config, is_worker: bool = False, folder: str = "") -> None:
+        """`is_worker`: the parent writes the state, and says what is wrong with it. `folder`: where the next brain of
+        the same parent finds it, if the configuration names no place. Raises ConfigError."""
+        kept = create_store(config.state)
+        self.survives_restart = kept is not None
+        self._store = store = kept or (FileStore(Path(folder)) if folder else None)
         self._in_redis = bool(config.cluster.url)
         """Without a store, Redis has the changes after a restart."""
         self._is_worker = is_worker

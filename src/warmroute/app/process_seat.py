@@ -27,6 +27,8 @@ class Seat(msgspec.Struct):
     """Where the brain listens for edges."""
     sign_fd: int
     """A pipe for signs of life."""
+    folder: str = ""
+    """Of a brain: where it keeps what the next one needs, until the parent ends."""
     fence: int = 0
     """Of a brain: higher than those of all before it."""
     listening_fds: tuple[int, ...] = ()

@@ -17,7 +17,7 @@ from typing import Any, Final, Protocol
 from warmroute.app.admin import AdminApi, CaptureStreams, Decisions
 from warmroute.app.alert_webhook import create_webhook
 from warmroute.app.alerts import Alerts, FleetAlerts, Rejections, client_error_alerts, discovery_alerts
-from warmroute.app.brain_server import BrainServer
+from warmroute.app.brain_server import BrainServer, LearnedFile
 from warmroute.app.capture import Capture, record_recent_traffic
 from warmroute.app.ended_calls import EndedCalls
 from warmroute.app.history import History, ScalingChange
@@ -361,7 +361,7 @@ class Service:
         self.model_watch = ModelWatch(self.fleet, self.tokenizer_registry, node_client.post, lambda: self.config)
         self.nodes = NodeSet(self)
         self.shared_nodes = SharedNodes(self.fleet, self.nodes, int(1000.0 * time.time()))
-        self.node_state = NodeState(config, is_worker=worker is not None)
+        self.node_state = NodeState(config, worker is not None, seat.folder if seat is not None else "")
         self.node_state.on_late_load = self.shared_nodes.restore
         if worker is None:
             self.shared_nodes.keep = self.node_state.keep
@@ -525,6 +525,7 @@ class Service:
         """Wait until the change of this node is kept, and other replicas know it, but less than a second."""
         replicas = asyncio.ensure_future(self.member.confirm_changes()) if self.member is not None else None
         kept = await (self.worker.changes_kept() if self.worker is not None else self.node_state.all_kept())
+        kept = kept and (self.worker is not None or self.node_state.survives_restart)
         status = self.member.read_status() if self.member is not None else None
         survives = kept or (status is not None and status.writable) or self._is_as_configured(node)
         if self.fleet.is_configured(node.name):  # the file wins, except over a drain by hand
@@ -589,7 +590,9 @@ class Service:
             loop.create_task(self.prompt_doctor.run()),
         ]
         if self.edges is not None:
+            assert self.seat is not None
             self._tasks.append(loop.create_task(self.edges.run()))
+            self._tasks.append(loop.create_task(LearnedFile(self, Path(self.seat.folder)).run()))
         if (file := self._config_file) is not None:
             changed = watch_files(lambda: [file], lambda: self.config_reload.file_changed(file))
             self._tasks.append(loop.create_task(changed))

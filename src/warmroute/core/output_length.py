@@ -10,6 +10,7 @@ prefills of other prompts interrupt them for up to half of the time, so a stream
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 from warmroute.core.speeds import DecodeSpeed
@@ -59,6 +60,19 @@ class OutputLengthEstimate:
         if reported < ENOUGH and (under_way := self._under_way.get(model)) is not None:
             mean += max(0.0, under_way.expected_tokens() - mean) * (ENOUGH - reported) / ENOUGH
         return min(mean, max_tokens) if max_tokens else mean
+
+    def export(self) -> tuple[list[tuple[str, float]], list[tuple[str, str, float]]]:
+        """Return the averages above 0 by model, and by model and tenant."""
+        by_model = [(model, mean) for model, mean in self._by_model.items() if mean > 0.0]
+        return by_model, [(*key, mean) for key, mean in self._by_tenant.items() if mean > 0.0]
+
+    def restore(self, by_model: Sequence[tuple[str, float]], by_tenant: Sequence[tuple[str, str, float]]) -> None:
+        """Take averages over where there are none."""
+        for model, mean in by_model[:MAX_AVERAGES]:
+            self._by_model.setdefault(model, mean)
+            self._reported.setdefault(model, ENOUGH)
+        for model, tenant, mean in by_tenant[:MAX_AVERAGES]:
+            self._by_tenant.setdefault((model, tenant), mean)
 
     def record(self, model: str, tenant: str, tokens: int) -> None:
         means = self._by_model

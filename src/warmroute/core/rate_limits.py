@@ -13,7 +13,7 @@ the limit.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import inf
 from typing import Final
 
@@ -203,6 +203,18 @@ class RateLimits:
             )
             for tenant, limits in self._tenants.items()
         }
+
+    def levels(self, now_s: float) -> dict[str, tuple[float, float]]:
+        """Return what is left of each tenant's requests and tokens."""
+        return {tenant: (requests, tokens) for tenant, (_, _, requests, tokens) in self.taken(now_s).items()}
+
+    def restore(self, levels: Mapping[str, tuple[float, float]], ago_s: float, now_s: float) -> None:
+        """Go on with what was left `ago_s` ago."""
+        for tenant, left in levels.items():
+            limits = self._tenants.get(tenant)
+            for bucket, level in zip((limits.requests, limits.tokens), left, strict=True) if limits is not None else ():
+                if bucket is not None:
+                    bucket.peer_has_left(level + ago_s * bucket.limit / 60.0, now_s)
 
     def peer_took(self, tenant: str, requests: float, tokens: float) -> None:
         """Another process of the cluster took this much from a tenant's limits."""
