@@ -37,7 +37,7 @@ NUMBERS = {
         "kv-bandwidth",
     ),
     "demo": ("port", "speed"),
-    "serve": ("port", "admin-port", "workers"),
+    "serve": ("port", "admin-port", "edges", "workers"),
     "picker": ("port", "admin-port"),
     "doctor": ("timeout",),
     "init": ("port", "admin-port", "timeout"),

@@ -89,9 +89,9 @@ async def served_by(process: ServeProcess, nodes: list[ScriptedEngine]) -> set[i
     return {at for at, node in enumerate(nodes) if node.seen}
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-async def test_drains_roles_and_added_nodes_survive_kill_9(tmp_path: Path, workers: int) -> None:
-    more = ("--workers", str(workers)) if workers else ()
+@pytest.mark.parametrize("edges", [0, 2])
+async def test_drains_roles_and_added_nodes_survive_kill_9(tmp_path: Path, edges: int) -> None:
+    more = ("--edges", str(edges)) if edges else ()
     async with engines(3) as nodes:
         config = write_config(tmp_path, *(f'url = "{node.url}"\nname = "n{at}"' for at, node in enumerate(nodes[:2])))
         async with started(config, *more) as first:
@@ -127,7 +127,7 @@ async def test_drains_roles_and_added_nodes_survive_kill_9(tmp_path: Path, worke
 async def test_without_a_directory_the_log_says_once_that_changes_will_be_lost(tmp_path: Path) -> None:
     async with engines(1) as nodes:
         config = write_config(tmp_path, f'url = "{nodes[0].url}"\nname = "n0"', state="directory = ''")
-        for arguments in ((), ("--workers", "2")):
+        for arguments in ((), ("--edges", "2")):
             async with started(config, *arguments) as process:
                 await ready(process, "n0")
                 assert not process.logged("changes_not_kept")

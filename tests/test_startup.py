@@ -117,8 +117,8 @@ async def test_the_first_request_after_a_restart_goes_where_its_prompt_is_cached
 
 async def test_the_log_of_the_start_names_the_build_and_how_to_get_the_compiled_one(tmp_path: Path) -> None:
     (tmp_path / "w.toml").write_text("[listen]\nport = 0\n[admin]\nport = 0\n")
-    for workers in ((), ("--workers", "2")):
-        async with serve("--config", tmp_path / "w.toml", *workers) as process:
+    for flags in ((), ("--edges", "2"), ("--workers", "2")):
+        async with serve("--config", tmp_path / "w.toml", *flags) as process:
             [line] = [line for line in process.lines if "service_started" in line]
             build, advice = ("compiled", False) if is_compiled() else ("interpreted", True)
             assert f" build={build}" in line and ("WARMROUTE_COMPILE=1 pip install ." in line) is advice

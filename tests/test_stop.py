@@ -55,10 +55,10 @@ async def ask_until_refused(address: int | str, options: dict[str, Any], ends: C
             peer.disconnect()
 
 
-@pytest.mark.parametrize("workers", [0, 2], ids=["one process", "workers"])
+@pytest.mark.parametrize("edges", [0, 2], ids=["one process", "edges"])
 @pytest.mark.parametrize("kind", ["tcp", "unix"])
 async def test_no_connection_is_lost_while_the_router_stops(
-    kind: str, workers: int, encryption: dict[str, Any], tmp_path: Path
+    kind: str, edges: int, encryption: dict[str, Any], tmp_path: Path
 ) -> None:
     async with engines() as [engine]:
         listen = dict(encryption["listen"])
@@ -66,9 +66,12 @@ async def test_no_connection_is_lost_while_the_router_stops(
             listen["unix_socket"] = str(tmp_path / "router.sock")
         file = config_file(tmp_path, engine.url, listen)
         ends: Counter[str] = Counter()
-        async with serve("--config", file, *(["--workers", str(workers)] if workers else [])) as served:
+        async with serve("--config", file, *(["--edges", str(edges)] if edges else [])) as served:
             address = listen.get("unix_socket") or served.port
-            await until(lambda: served.logged("worker_ready worker=1") or not workers, patience_s=20)
+            await until(
+                lambda: all(served.logged(f"edge=edge-{number} nodes=") for number in range(1, edges + 1)),
+                patience_s=20,
+            )
             clients = [
                 asyncio.ensure_future(ask_until_refused(address, encryption["connect"], ends)) for _ in range(CLIENTS)
             ]

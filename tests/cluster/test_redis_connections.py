@@ -15,7 +15,7 @@ from support.polling import until
 from support.redis_server import RedisServer, needs_redis, redis_executable, redis_server
 
 from warmroute.app.redis import check_cluster
-from warmroute.app.workers.redis_link import RedisLink
+from warmroute.app.replicas.redis_link import RedisLink
 from warmroute.config import Cluster, ConfigError, from_table, parse_redis_url
 
 PATIENCE_S = 30.0

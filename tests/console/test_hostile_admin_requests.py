@@ -5,22 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
 from support.raw_client import RawConnection, Response
-from support.running_router import RunningRouter, router
+from support.running_router import router
 from support.scripted_engine import engines
-
-from warmroute.app.workers.combined_admin import CombinedAdmin
-from warmroute.config import Limits
-from warmroute.edge.async_handler import AsyncHandler
-from warmroute.edge.client_connection import Listener
-from warmroute.edge.timer_wheel import TimerWheel
 
 BODIES = {
     "/admin/nodes": b'{"url": "http://[::1]:1", "name": "new", "max_model_len": 4096, "models": ["m"]}',
@@ -93,52 +83,10 @@ async def send(port: int, method: str, path: str, body: bytes, *headers: str) ->
         peer.disconnect()
 
 
-class RunningWorker:
-    """Implements worker_api.ServingWorker."""
-
-    number = 0
-    answers = True
-
-    def __init__(self, socket: Path) -> None:
-        self.admin_socket = str(socket)
-
-
-class OneWorker:
-    """Implements combined_admin.Workers."""
-
-    restarts = 0
-
-    def __init__(self, socket: Path) -> None:
-        self.serving = [RunningWorker(socket)]
-
-    async def reload(self, reason: str) -> tuple[int, bytes]:
-        return 200, b"{}"
-
-
-@asynccontextmanager
-async def combined_admin(r: RunningRouter, folder: Path) -> AsyncIterator[int]:
-    """The admin API of `serve --workers` in front of the router's own. Yields its port."""
-    loop, socket = asyncio.get_running_loop(), folder / "admin"
-    worker = await loop.create_unix_server(r.service.admin_listener.protocol, socket)
-    combined = CombinedAdmin(OneWorker(socket), "")
-    handler = AsyncHandler(combined.answer, combined.admit)
-    listener = Listener(handler, Limits(), TimerWheel(time.monotonic))
-    server = await loop.create_server(listener.protocol, "127.0.0.1", 0)
-    try:
-        yield server.sockets[0].getsockname()[1]
-    finally:
-        listener.abort_all()
-        server.close()
-        worker.close()
-
-
-@pytest.mark.parametrize("with_workers", [False, True])
-async def test_hostile_requests_get_no_internal_error(
-    with_workers: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_hostile_requests_get_no_internal_error(caplog: pytest.LogCaptureFixture) -> None:
     source = random.Random(32)
-    async with engines() as [engine], router(engine) as r, combined_admin(r, tmp_path) as combined_port:
-        port = combined_port if with_workers else r.service.admin_port
+    async with engines() as [engine], router(engine) as r:
+        port = r.service.admin_port
         for path, body in BODIES.items():
             for sent in mutations(body, 80, source):
                 reply = await send(port, "POST", path, sent)

@@ -122,7 +122,7 @@ async def test_a_service_of_systemd(tmp_path: Path) -> None:
     admin.close()
 
 
-@pytest.mark.parametrize("options", [(), ("--workers", "1")])
+@pytest.mark.parametrize("options", [(), ("--edges", "1")])
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
 async def test_an_inherited_public_socket_without_api_keys_is_logged(
     tmp_path: Path, host: str, options: tuple[str, ...]
@@ -136,15 +136,15 @@ async def test_an_inherited_public_socket_without_api_keys_is_logged(
     clients.close()
 
 
-async def test_workers_of_a_service_of_systemd(tmp_path: Path) -> None:
-    """The parent takes the sockets and reports; the workers do neither."""
+async def test_edges_of_a_service_of_systemd(tmp_path: Path) -> None:
+    """The parent takes the sockets and reports; brain and edges do neither."""
     notifications = Notifications(str(tmp_path / "notify"))
     clients, admin = listening(), listening()
-    options = ("--workers", "2")
+    options = ("--edges", "2")
     async with activated(tmp_path, clients, admin, names="client:admin", options=options) as (process, lines):
         await until(lambda: notifications.count("READY=1") == 2 or process.returncode is not None, "ready", 30)
         assert process.returncode is None, lines
-        assert any("STATUS=2 of 2 workers serve" in one for one in notifications.received)
+        assert any("STATUS=2 of 2 edges serve" in one for one in notifications.received)
         assert await ask(clients.getsockname()[1]) == await ask(admin.getsockname()[1]) == 200
         process.send_signal(signal.SIGHUP)
         await until(lambda: notifications.count("RELOADING=1") == 1 and notifications.count("READY=1") == 3)

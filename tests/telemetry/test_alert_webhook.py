@@ -15,7 +15,7 @@ from support.running_router import router
 from support.scripted_engine import ScriptedEngine, engines
 
 from warmroute.app import alert_webhook, process
-from warmroute.app.alert_webhook import MAX_QUEUED, MAX_SENT, AlertWebhook, ChangedAlerts, create_webhook
+from warmroute.app.alert_webhook import MAX_QUEUED, MAX_SENT, AlertWebhook, create_webhook
 from warmroute.app.startup import check_startup
 from warmroute.config import Alerts, ConfigError, from_table, keys_needing_restart
 
@@ -213,20 +213,6 @@ async def test_a_long_alert_is_sent_whole_and_its_text_is_bounded() -> None:
         await webhook.close()
         [body] = bodies(receiver)
         assert len(body["text"]) <= alert_webhook.MAX_TEXT and len(body["alerts"][0]["title"]) == 10_000
-
-
-# Several workers.
-
-
-def test_changes_are_found_between_two_lists() -> None:
-    changes = ChangedAlerts()
-    a, b = alert("a"), alert("b")
-    assert changes.update([a, b], True, 1.0) == [a, b]
-    assert changes.update([a, b], True, 2.0) == []
-    assert changes.update([a], False, 3.0) == [], "a worker that did not answer may know of b"
-    assert changes.update([a | {"ended": 4}], True, 5.0) == [a | {"ended": 4}, b | {"ended": 5}]
-    assert changes.update([a | {"ended": 4}], True, 6.0) == []
-    assert changes.update([a], True, 7.0) == [a], "it begins again"
 
 
 # Configuration.

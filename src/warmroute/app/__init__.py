@@ -8,7 +8,8 @@
     alerts.py, hit_rate.py, prompt_doctor/   what is wrong now; why caches are not hit
     journal.py, capture.py, tracing.py       what is kept of requests. ended_calls.py hands it out
     doctor/                `warmroute doctor`
-    workers/, redis.py     several processes
+    edge_processes.py, brain_server.py, edge_service.py   `serve --edges`: the parent, the brain, an edge
+    replicas/, redis.py    several routers that share their state through Redis
 
 It may import every other room, and none imports it. Only commands/ imports lab, and only inside functions.
 """

@@ -147,26 +147,6 @@ def is_header_value(text: str) -> bool:
     return text.isascii() and text.isprintable()
 
 
-class ChangedAlerts:
-    """Finds what began and ended between two lists of alerts: with several workers, no single one knows."""
-
-    def __init__(self) -> None:
-        self._active: dict[str, Json] = {}
-
-    def update(self, alerts: Sequence[Json], complete: bool, now_s: float) -> list[Json]:
-        """Return the changes. `complete`: all workers answered; else an alert that is missing may still be active.
-        `now_s`: Unix time."""
-        active = {str(alert["id"]): alert for alert in alerts if alert["ended"] is None}
-        over = {str(alert["id"]): alert for alert in alerts if alert["ended"] is not None}
-        changed = [alert for id, alert in active.items() if id not in self._active]
-        for id, before in list(self._active.items()):
-            if id not in active and (id in over or complete):
-                changed.append(over.get(id) or before | {"ended": round(now_s)})
-                del self._active[id]
-        self._active |= active
-        return changed
-
-
 def message(alerts: Sequence[Json], router: str) -> Json:
     """Return the JSON of one POST. Chat services show `text`."""
     lines = [

@@ -131,6 +131,8 @@ class EdgeProcesses:
         self._sockets: list[socket.socket] = []
         self._memory = memory_for(edges)
         self._events = [os.eventfd(0, os.EFD_NONBLOCK) for _ in range(edges)]
+        self._inherited = False
+        """The clients' socket is systemd's."""
         self._admin: socket.socket | None = None
         self._stopping = asyncio.Event()
         self._stopped = asyncio.Event()
@@ -168,11 +170,7 @@ class EdgeProcesses:
                 child.signal(signal.SIGKILL)
             for task in self._tasks:
                 task.cancel()
-            for one in self._sockets:
-                one.close()
-            if self.config.listen.unix_socket:
-                with suppress(OSError):
-                    os.unlink(self.config.listen.unix_socket)
+            self._close_sockets()
             shutil.rmtree(self._folder, ignore_errors=True)
         return self._failed
 
@@ -181,6 +179,7 @@ class EdgeProcesses:
         listen, admin = self.config.listen, self.config.admin
         scheme = "https" if server_tls(listen.tls_cert, listen.tls_key) is not None else "http"
         if (inherited := self._systemd.take_socket()) is not None:
+            self._inherited = True
             self._sockets, name = [inherited], inherited.getsockname()
             address = f"{scheme}://{url_host(name[0])}:{name[1]}" if isinstance(name, tuple) else f"unix:{name}"
         elif listen.unix_socket:
@@ -194,6 +193,14 @@ class EdgeProcesses:
             one.setblocking(False)
         return address
 
+    def _close_sockets(self) -> None:
+        sockets, self._sockets = self._sockets, []
+        for one in sockets:
+            one.close()
+        if sockets and self.config.listen.unix_socket and not self._inherited:
+            with suppress(OSError):
+                os.unlink(self.config.listen.unix_socket)
+
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
@@ -204,11 +211,13 @@ class EdgeProcesses:
             self._fence += 1
             admin_fd = self._admin.fileno() if self._admin is not None else -1
             folder = str(self._folder)
-            return Seat("brain", 0, str(self._brain_socket), sign_fd, folder, self._fence, admin_fd=admin_fd)
+            return Seat(
+                "brain", 0, self._count, str(self._brain_socket), sign_fd, folder, self._fence, admin_fd=admin_fd
+            )
         listening = tuple([one.fileno() for one in self._sockets])
         return Seat(
-            "edge", child.number, str(self._brain_socket), sign_fd, listening_fds=listening, memory_fd=self._memory,
-            event_fds=tuple(self._events),
+            "edge", child.number, self._count, str(self._brain_socket), sign_fd, listening_fds=listening,
+            keeps_waiting=self._inherited, memory_fd=self._memory, event_fds=tuple(self._events),
         )  # fmt: skip
 
     async def _keep_running(self, kind: str, number: int) -> None:
@@ -299,6 +308,7 @@ class EdgeProcesses:
         """Let the edges finish their requests, then end the brain. A second signal cuts running requests off."""
         loop, shutdown = asyncio.get_running_loop(), self.config.shutdown
         self._systemd.stopping()
+        self._close_sockets()  # the edges have them, and accept who waits there
         log.info("service_stopping", "Running requests finish first.", deadline_s=shutdown.deadline_s)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._signal, "edge", signal.SIGTERM)

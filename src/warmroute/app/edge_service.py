@@ -38,11 +38,11 @@ from warmroute.app.service import (
     cut_off,
     finish_requests,
 )
-from warmroute.config import Config
+from warmroute.config import Config, Limits
 from warmroute.core.messages import RoutingRequest, Tables
 from warmroute.core.traffic import Counters
 from warmroute.core.wire import COUNTS, GAUGES, ClientErrorCount, ModelCards, Report
-from warmroute.edge.alone import Limits
+from warmroute.edge import alone
 from warmroute.edge.arrival import FORWARDED, Kept
 from warmroute.edge.balance import Balance
 from warmroute.edge.client_connection import Listener
@@ -73,7 +73,7 @@ class EdgeService:
     def __init__(self, seat: Seat, brains: Sequence[Address], sockets: Sequence[socket.socket]) -> None:
         """`brains`: where they listen. `sockets`: listening ones for clients, which other edges serve, too."""
         self._seat = seat
-        self.name = f"edge-{seat.number}"
+        self.name = seat.name
         self._sockets = sockets
         self.timers = TimerWheel(time.monotonic)
         self.plain_sockets = PlainSockets()
@@ -105,7 +105,7 @@ class EdgeService:
         self.proxy.client_errors.fresh = {}
         self.proxy.own_endpoints.starting = True
         self.proxy.hold_requests()
-        self.listener = Listener(self.proxy, config.limits, self.timers, WRONG_KEY_DELAY_S)
+        self.listener = Listener(self.proxy, self._share_of(config.limits), self.timers, WRONG_KEY_DELAY_S)
         self.certificates = Certificates(self)
         self._is_built = True
 
@@ -113,6 +113,14 @@ class EdgeService:
     def config(self) -> Config:
         """The brain's."""
         return self._config
+
+    def _share_of(self, limits: Limits) -> Limits:
+        """Return this edge's part of what all edges together may hold."""
+        edges = self._seat.edges
+        return msgspec.structs.replace(
+            limits, connections=-(-limits.connections // edges), buffered_bytes=-(-limits.buffered_bytes // edges),
+            unread_bytes=-(-limits.unread_bytes // edges),
+        )  # fmt: skip
 
     # What the brain sends.
 
@@ -125,8 +133,8 @@ class EdgeService:
             self._reconfigure(self.config, before)
 
     def _reconfigure(self, config: Config, before: Config) -> None:
-        self.listener.limits = config.limits
-        self.listener.unread.limit = config.limits.unread_bytes
+        limits = self.listener.limits = self._share_of(config.limits)
+        self.listener.unread.limit = limits.unread_bytes
         if config.prompts != before.prompts or config.models != before.models:
             self.prompt_reader.reconfigure(config.prompts)
             self.tokenizer_registry.reconfigure(config.prompts, config.models)
@@ -180,8 +188,8 @@ class EdgeService:
             [ClientErrorCount(*key, count) for key, count in errors.items()],
         )  # fmt: skip
 
-    def limits(self) -> dict[str, Limits]:
-        found: dict[str, Limits] = {}
+    def limits(self) -> dict[str, alone.Limits]:
+        found: dict[str, alone.Limits] = {}
         for key in self.config.keys:
             requests, tokens = found.get(key.tenant, (0, 0))
             found[key.tenant] = (key.requests_per_min or requests, key.tokens_per_min or tokens)
@@ -256,8 +264,9 @@ class EdgeService:
             if balance is not None:
                 balance.close()
             for server in self._servers:
-                server.resume_accepting()
-                await accept_the_last(server.sockets)
+                if not self._seat.keeps_waiting:
+                    server.resume_accepting()
+                    await accept_the_last(server.sockets)
                 server.close()
             self.listener.close_idle()
             await finish_requests(self.listener, self._stop_now, shutdown.deadline_s)

@@ -17,9 +17,9 @@ from warmroute.config import Log
 
 
 class _JsonLines(logging.Formatter):
-    def __init__(self, worker: int | str | None) -> None:
+    def __init__(self, process: str | None) -> None:
         super().__init__()
-        self._worker = worker
+        self._process = process
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, object] = {
@@ -27,8 +27,8 @@ class _JsonLines(logging.Formatter):
             "level": record.levelname.lower(),
             "logger": record.name,
         }
-        if self._worker is not None:
-            line["worker" if isinstance(self._worker, int) else "process"] = self._worker
+        if self._process is not None:
+            line["process"] = self._process
         event = getattr(record, "event", None)
         if event is not None:
             line["event"] = event
@@ -49,16 +49,15 @@ class _TextLines(logging.Formatter):
     default_msec_format = "%s.%03dZ"
 
 
-def set_up(config: Log, worker: int | str | None = None) -> None:
+def set_up(config: Log, process: str | None = None) -> None:
     """Sends the package's logs to standard error in the configured form.
 
-    `worker`: the number of this process among several workers, or its name. Each line names it, since all write to the
-    same place.
+    `process`: the name of this one of several. Each line names it, since all write to the same place.
     """
     handler = logging.StreamHandler(sys.stderr)
-    name = "" if worker is None else f"[{worker}] " if isinstance(worker, str) else f"[worker {worker}] "
+    name = "" if process is None else f"[{process}] "
     text = _TextLines(f"%(asctime)s %(levelname)-7s {name}%(message)s")
-    handler.setFormatter(_JsonLines(worker) if config.format == "json" else text)
+    handler.setFormatter(_JsonLines(process) if config.format == "json" else text)
     logger = logging.getLogger("warmroute")
     logger.handlers[:] = [handler]
     logger.setLevel(config.level.upper())

@@ -1,7 +1,6 @@
 """What operators did through the admin API, kept for the next start of the router (`[state]`): drains, roles, and
 nodes that they added. It is the part of the register of node changes (core/cluster/shared_nodes.py) that has to
-outlive all processes, as a file or in a ConfigMap. One process of a router writes it: the only one, or the parent
-of its workers.
+outlive all processes, as a file or in a ConfigMap. One process of a router writes it: the brain.
 
     {"format": 1, "nodes": [{"name": "gpu-a", "drained": true, "version": 3, "by": "…"}]}
 
@@ -108,17 +107,16 @@ def create_store(config: State) -> Store | None:
 
 
 class NodeState:
-    def __init__(self, config: Config, is_worker: bool = False, folder: str = "") -> None:
-        """`is_worker`: the parent writes the state, and says what is wrong with it. `folder`: where the next brain of
-        the same parent finds it, if the configuration names no place. Raises ConfigError."""
+    def __init__(self, config: Config, folder: str = "") -> None:
+        """`folder`: where the next brain of the same parent finds it, if the configuration names no place. Raises
+        ConfigError."""
         kept = create_store(config.state)
         self.survives_restart = kept is not None
         self._store = store = kept or (FileStore(Path(folder)) if folder else None)
         self._in_redis = bool(config.cluster.url)
         """Without a store, Redis has the changes after a restart."""
-        self._is_worker = is_worker
         self.changes: dict[str, NodeChange] = {}
-        """The last change of each node, also of those that need not be kept: new workers get them."""
+        """The last change of each node, also of those that need not be kept."""
         self.on_late_load: Callable[[list[NodeChange]], object] = lambda _changes: None
         """Called with the state if it arrives only after the start."""
         self._loaded = store is None
@@ -137,7 +135,7 @@ class NodeState:
             async with asyncio.timeout(LOAD_S):
                 return await self._read(self._store)
         except OSError as error:  # also a TimeoutError
-            if self._has_failed_first() and not self._is_worker:
+            if self._has_failed_first():
                 log.error(
                     "state_not_read", "The router starts without the changes of operators. It tries again.",
                     state=self._store.where, reason=_reason(error),
@@ -155,8 +153,6 @@ class NodeState:
         for change in changes:
             if change.is_later_than(self.changes.get(change.name)):
                 self._remember(change)
-        if self._is_worker:
-            return changes
         if problem:
             await self._reject(store, problem, len(changes))
         if problem and changes:
@@ -193,7 +189,7 @@ class NodeState:
         if self._store is not None:
             self._wanted += 1
             self._start_writing()
-        elif not self._warned and not self._in_redis:
+        if not (self.survives_restart or self._warned or self._in_redis):
             self._warned = True
             log.warning(
                 "changes_not_kept", "A restart loses the drains, roles and nodes of the admin API. To keep them, set "
@@ -234,17 +230,16 @@ class NodeState:
                 async with asyncio.timeout(WRITE_S):
                     if not self._loaded:
                         self.on_late_load(await self._read(self._store))
-                    elif not self._is_worker:
+                    else:
                         await self._update(self._store)
                 if self._failing:
                     self._failing = False
-                    if not self._is_worker:
-                        log.info("state_kept", "Changes of operators survive a restart again.", state=self._store.where)
+                    log.info("state_kept", "Changes of operators survive a restart again.", state=self._store.where)
                 retry_s = FIRST_RETRY_S
             except BadContent as error:
                 await self._reject(self._store, str(error), len(self.changes))
             except OSError as error:
-                if self._has_failed_first() and not self._is_worker:
+                if self._has_failed_first():
                     log.error(
                         "state_not_kept", "A restart would lose the latest changes of operators. The router tries "
                         "again.", state=self._store.where, reason=_reason(error),

@@ -23,6 +23,8 @@ class Seat(msgspec.Struct):
     """`brain` or `edge`."""
     number: int
     """Of an edge, from 1 on."""
+    edges: int
+    """How many edges there are."""
     brain_socket: str
     """Where the brain listens for edges."""
     sign_fd: int
@@ -33,12 +35,19 @@ class Seat(msgspec.Struct):
     """Of a brain: higher than those of all before it."""
     listening_fds: tuple[int, ...] = ()
     """Of an edge: sockets for clients."""
+    keeps_waiting: bool = False
+    """Of an edge: who waits in its sockets at the end is the next process's: they are systemd's."""
     memory_fd: int = -1
     """Of an edge: what edges tell each other of their connections (edge/balance.py)."""
     event_fds: tuple[int, ...] = ()
     """Of an edge: an event descriptor for each edge."""
     admin_fd: int = -1
     """Of a brain: the socket of the admin listener; -1: it opens it itself."""
+
+    @property
+    def name(self) -> str:
+        """Of the process, in the log."""
+        return self.kind if self.kind == "brain" else f"edge-{self.number}"
 
     @property
     def title(self) -> str:

@@ -125,7 +125,7 @@ class ConfigReload:
             service.prompt_reader.reconfigure(config.prompts)
             service.tokenizer_registry.reconfigure(config.prompts, config.models)
         if config.log != before.log:
-            logs.set_up(config.log, service.worker.seat.number if service.worker is not None else None)
+            logs.set_up(config.log, service.seat.name if service.seat is not None else None)
         if config.shutdown != before.shutdown:
             reconfigure_exit(config.shutdown)
         service.last_decisions.reconfigure(config.journal)

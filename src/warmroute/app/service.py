@@ -55,13 +55,12 @@ from warmroute.app.process import (
 from warmroute.app.process_seat import Seat
 from warmroute.app.prompt_doctor import PromptDoctor
 from warmroute.app.reload import Certificates, ConfigReload, watch_files
+from warmroute.app.replicas.cluster_alerts import cluster_alerts
+from warmroute.app.replicas.cluster_member import ClusterMember
+from warmroute.app.replicas.cluster_metrics import ClusterMetrics
+from warmroute.app.replicas.replica import Replica, create_lease
 from warmroute.app.startup import hold_until_started, log_started, url_host
 from warmroute.app.tracing import create_tracing
-from warmroute.app.workers.cluster_alerts import cluster_alerts
-from warmroute.app.workers.cluster_member import ClusterMember
-from warmroute.app.workers.cluster_metrics import ClusterMetrics
-from warmroute.app.workers.replica import Replica, create_lease
-from warmroute.app.workers.worker import Worker
 from warmroute.config import Config, ConfigError, Health, Limits, NodeConfig
 from warmroute.config.nodes import Role
 from warmroute.core.admission import Admission
@@ -291,12 +290,11 @@ class Service:
     """Create it, call `start` in a running event loop, and `stop` at the end."""
 
     def __init__(
-        self, read_config: Callable[[], Config], config_file: Path | None = None, worker: Worker | None = None,
+        self, read_config: Callable[[], Config], config_file: Path | None = None,
         create_picker: Callable[[Service], EnvoyClients] | None = None, seat: Seat | None = None,
     ) -> None:  # fmt: skip
-        """`worker`: this process gets its connections from a parent process. `create_picker`: Envoy asks it for nodes,
-        and it serves no HTTP clients. `seat`: it is the brain of edges in other processes, and has no clients."""
-        self.worker = worker
+        """`create_picker`: Envoy asks it for nodes, and it serves no HTTP clients. `seat`: it is the brain of edges in
+        other processes, and has no clients."""
         self.seat = seat
         self.config_reload = ConfigReload(self, read_config)
         self._config_file = config_file
@@ -361,10 +359,9 @@ class Service:
         self.model_watch = ModelWatch(self.fleet, self.tokenizer_registry, node_client.post, lambda: self.config)
         self.nodes = NodeSet(self)
         self.shared_nodes = SharedNodes(self.fleet, self.nodes, int(1000.0 * time.time()))
-        self.node_state = NodeState(config, worker is not None, seat.folder if seat is not None else "")
+        self.node_state = NodeState(config, seat.folder if seat is not None else "")
         self.node_state.on_late_load = self.shared_nodes.restore
-        if worker is None:
-            self.shared_nodes.keep = self.node_state.keep
+        self.shared_nodes.keep = self.node_state.keep
         self.member: ClusterMember | None = None
         self._replica: Replica | None = None
         self.discovery = DiscoveryService(self.fleet, self.nodes)
@@ -384,7 +381,7 @@ class Service:
             lambda now_s: cluster_alerts(self.member, now_s),
             self.config_reload.alerts,
         )
-        self.alert_webhook = create_webhook(config.alerts) if worker is None else None  # else the parent has it
+        self.alert_webhook = create_webhook(config.alerts)
         page = MetricsPage(
             self.fleet,
             self.cache_view,
@@ -426,7 +423,7 @@ class Service:
         decisions = Decisions(self.last_decisions, self.proxy, self.brain)
         admin = AdminApi(
             self.fleet, self.cache_view, self.scrapes, decisions, self.live_feed, CaptureStreams(self.capture), self,
-            config.admin.token_sha256 if worker is None else "",
+            config.admin.token_sha256,
         )  # fmt: skip
         handler = AsyncHandler(admin.answer, admin.admit, self.proxy.client_errors)
         self.admin_listener = Listener(handler, config.limits, self.timers)
@@ -457,7 +454,7 @@ class Service:
         scaling = ScalingService(
             config, self.fleet, self.cache_view, self.shared_nodes, node_client.post,
             lambda: self.admission.queue.waiting, partial(setattr, self.admission.without_node, "first_node_wait_s"),
-            create_lease(config, self.worker),
+            create_lease(config, self.seat),
         )  # fmt: skip
         self.router.demand_meter, self.router.hot = scaling.demand_meter, scaling.hot
         self.router.may_serve = self._may_serve
@@ -524,8 +521,7 @@ class Service:
     async def confirm_changes(self, node: Node) -> dict[str, Any]:
         """Wait until the change of this node is kept, and other replicas know it, but less than a second."""
         replicas = asyncio.ensure_future(self.member.confirm_changes()) if self.member is not None else None
-        kept = await (self.worker.changes_kept() if self.worker is not None else self.node_state.all_kept())
-        kept = kept and (self.worker is not None or self.node_state.survives_restart)
+        kept = await self.node_state.all_kept() and self.node_state.survives_restart
         status = self.member.read_status() if self.member is not None else None
         survives = kept or (status is not None and status.writable) or self._is_as_configured(node)
         if self.fleet.is_configured(node.name):  # the file wins, except over a drain by hand
@@ -606,17 +602,13 @@ class Service:
         self.nodes.reconfigure(config.nodes, config.health)
         self.shared_nodes.restore(operators_changes)
         self.discovery.reconfigure(config.discovery)
-        if config.cluster.url and self.worker is None:
+        if config.cluster.url:
             self._replica = Replica(self)
             self.member = self._replica.member
         if self.scaling is not None:
             await self.scaling.start()
         if config.startup.max_wait_s:
             self._tasks.append(loop.create_task(hold_until_started(self)))
-        if self.worker is not None:
-            self.worker.report_ready()
-            log.info("worker_started", nodes=len(self.fleet))
-            return
         if self.seat is not None:
             self._tasks.append(loop.create_task(self.seat.give_signs()))
             self.seat.serves()
@@ -629,9 +621,6 @@ class Service:
         listen, admin = self.config.listen, self.config.admin
         tls, plain = self.certificates.load(), self.plain_sockets
         plain.start()
-        if self.worker is not None:
-            self._servers.append(await self.worker.join(self, tls))
-            return f"worker {self.worker.seat.number}"
         if self.edges is not None:
             assert self.seat is not None
             self.edges.listen()
@@ -677,9 +666,7 @@ class Service:
                 await self._stop_now.wait()
         except TimeoutError:
             pass
-        if self.worker is not None:
-            await self.worker.stop_accepting()
-        elif self.picker is None and self.edges is None:
+        if self.picker is None and self.edges is None:
             for server in self._servers[:1]:
                 await self._stop_accepting(server)
         self.clients.close_idle()
@@ -698,8 +685,6 @@ class Service:
         self.rejections.log_rest()
         if self.picker is not None:
             await self.picker.close()
-        if self.worker is not None:
-            self.worker.close()
         if self.edges is not None:
             self.edges.close()
         self.admin_listener.abort_all()
@@ -746,7 +731,7 @@ class Service:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         loop = asyncio.get_running_loop()
         signaled = asyncio.Event()
-        threads = ThreadPoolExecutor(thread_name_prefix="warmroute-worker")
+        threads = ThreadPoolExecutor(thread_name_prefix="warmroute")
         loop.set_default_executor(threads)
         await self.start()
         for number in (signal.SIGTERM, signal.SIGINT):

@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import faulthandler
 import socket
+import sys
 from pathlib import Path
 from typing import Any, get_args
 
@@ -14,18 +15,13 @@ import uvloop
 
 from warmroute import config as configuration
 from warmroute.app import log as logs
-from warmroute.app import process_seat
 from warmroute.app.commands import port, whole
 from warmroute.app.edge_processes import EdgeProcesses
 from warmroute.app.edge_service import EdgeService
 from warmroute.app.process import keep_freed_memory, leave, raise_file_limit, show_as
-from warmroute.app.process_seat import Seat
+from warmroute.app.process_seat import Seat, take_seat
 from warmroute.app.service import EnvoyClients, Service
 from warmroute.app.startup import check_startup
-from warmroute.app.workers.seat import take_seat
-from warmroute.app.workers.supervisor import Supervisor
-from warmroute.app.workers.worker import Worker
-from warmroute.app.workers.worker_process import worker_command
 from warmroute.config import Config, ConfigError, NodeConfig, missing_extra
 from warmroute.edge.link import Address
 from warmroute.event_log import EventLog
@@ -51,13 +47,13 @@ def read_config(args: argparse.Namespace, table: str) -> Config:
     return config
 
 
-def check_and_log(args: argparse.Namespace, config: Config, worker: int | None = None) -> None:
-    """Check what the configuration needs, and set up the log. Raises ConfigError. `worker`: as for logs.set_up."""
+def check_and_log(args: argparse.Namespace, config: Config) -> None:
+    """Check what the configuration needs, and set up the log. Raises ConfigError."""
     report = check_startup(config)
     if report.problems:
         where = f"{args.config}: " if args.config else ""
         raise ConfigError(*(where + problem for problem in report.problems))
-    logs.set_up(config.log, worker)
+    logs.set_up(config.log)
     for warning in report.warnings:
         log.warning("config_warning", warning)
 
@@ -78,42 +74,40 @@ def add_serve(commands: Any) -> None:
     )
     parser.add_argument("--policy", choices=get_args(configuration.PolicyName), help="routing policy (default: price)")
     parser.add_argument(
-        "--workers",
-        type=whole(1, 256),
-        metavar="N",
-        help="processes that serve requests, behind one port (default: 1; see docs/concepts/several-processes.md)",
-    )
-    parser.add_argument(
         "--edges",
         type=whole(1, 256),
         metavar="N",
-        help="processes that serve clients, behind one port, beside one that decides (default: one process for both)",
+        help="processes that serve clients behind one port, and one that decides for all of them (default: one process "
+        "does both; see docs/concepts/several-processes.md)",
     )
+    parser.add_argument("--workers", type=whole(1, 256), metavar="N", help="the former name of --edges")
     parser.set_defaults(run=run_serve)
 
 
 def run_serve(args: argparse.Namespace) -> int:
-    if (process := process_seat.take_seat()) is not None:
-        return _run_process(args, process)
+    if (seat := take_seat()) is not None:
+        return _run_process(args, seat)
     config = read_config(args, "listen")
-    if args.edges:
-        check_and_log(args, config, None)
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(EdgeProcesses(config, args.edges, worker_command(args.own_arguments)).run_until_signal())
-    seat = take_seat()
-    check_and_log(args, config, seat.number if seat is not None else None)
-    keep_freed_memory()
-    raise_file_limit()
-    if seat is None and (args.workers or 1) > 1:
-        return _supervise(args, config)
-    if seat is None:
-        service = Service(lambda: read_config(args, "listen"), args.config)
-    else:  # the parent watches the configuration file
-        service = Service(lambda: read_config(args, "listen"), worker=Worker(seat))
+    check_and_log(args, config)
+    if args.workers:
+        log.warning(
+            "flag_replaced", "Use --edges. --workers is accepted until the next release.", flag="--workers",
+            edges=args.workers if args.workers > 1 else "off",
+        )  # fmt: skip
+    edges = args.edges or (args.workers if (args.workers or 1) > 1 else 0)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(service.run_until_signal())
+        if edges:
+            command = [sys.executable, "-m", "warmroute", *args.own_arguments]
+            return runner.run(_supervise(config, edges, command))
+        keep_freed_memory()
+        raise_file_limit()
+        runner.run(Service(lambda: read_config(args, "listen"), args.config).run_until_signal())
         leave()
     return 0
+
+
+async def _supervise(config: Config, edges: int, command: list[str]) -> int:
+    return await EdgeProcesses(config, edges, command).run_until_signal()
 
 
 def _run_process(args: argparse.Namespace, seat: Seat) -> int:
@@ -124,30 +118,16 @@ def _run_process(args: argparse.Namespace, seat: Seat) -> int:
     raise_file_limit()
     if seat.kind == "brain":
         config = read_config(args, "listen")
-        logs.set_up(config.log, "brain")
+        logs.set_up(config.log, seat.name)
         service: Service | EdgeService = Service(lambda: read_config(args, "listen"), args.config, seat=seat)
     else:
-        logs.set_up(configuration.Log(), f"edge-{seat.number}")
+        logs.set_up(configuration.Log(), seat.name)
         sockets = [socket.socket(fileno=fd) for fd in seat.listening_fds]
         service = EdgeService(seat, [Address(path=seat.brain_socket)], sockets)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(service.run_until_signal())
         leave()
     return 0
-
-
-def _supervise(args: argparse.Namespace, config: Config) -> int:
-    if config.capture.directory:
-        raise ConfigError("--workers: a capture is written by one process; remove --workers or capture.directory")
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-
-        async def supervise() -> int:
-            supervisor = Supervisor(
-                lambda: read_config(args, "listen"), args.config, args.workers, worker_command(args.own_arguments)
-            )
-            return await supervisor.run_until_signal()
-
-        return runner.run(supervise())
 
 
 # warmroute picker: runs the endpoint picker for Envoy.

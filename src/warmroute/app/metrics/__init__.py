@@ -55,7 +55,6 @@ LABELS: Final = {
     "tenant": "tenant of the API key; empty if no keys are configured",
     "to": "island that the conversation moved to",
     "version": "version of Warmroute",
-    "worker": "number of the worker, from 0",
     "build": "`compiled` (releases) or `interpreted`: whether the modules of the request path are compiled",
 }
 
@@ -465,7 +464,7 @@ SCALING_REPLAY_TTFT: Final = _gauge(
     "source",
 )
 
-CLUSTER_PEERS: Final = _gauge("cluster_peers", "Other router processes that this one hears: workers and replicas.")
+CLUSTER_PEERS: Final = _gauge("cluster_peers", "Other router processes that this one hears.")
 CLUSTER_MESSAGES: Final = _counter("cluster_messages", "Messages between router processes.", "direction")
 CLUSTER_LIMIT_FRACTION: Final = _gauge(
     "cluster_limit_fraction",
@@ -478,6 +477,3 @@ CLUSTER_DELAY: Final = _gauge("cluster_delay_seconds", "How long the last messag
 EDGES: Final = _gauge("edges", "Edge processes whose link to the brain is up (`serve --edges`).")
 EDGES_ENDED: Final = _counter("edges_ended", "Edge processes that ended while clients may have been connected.")
 EDGES_ALONE: Final = _counter("edges_alone", "How often an edge had no brain for a second, and chose nodes by itself.")
-WORKERS: Final = _gauge("workers", "Workers that serve (`serve --workers`).")
-WORKER_ANSWERS: Final = _gauge("worker_answers", "0: the worker hangs (`serve --workers`).", "worker")
-WORKER_RESTARTS: Final = _counter("worker_restarts", "Workers that ended and were started again.")

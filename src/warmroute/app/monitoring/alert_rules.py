@@ -318,13 +318,19 @@ def _router_rules() -> list[AlertRule]:
             "Give the router a core of its own, or start more routers. Look for other processes on the machine.",
         ),
         AlertRule(
-            "WarmrouteWorkerHangs", "critical",
-            f"min by (job, instance, worker) ({metrics.WORKER_ANSWERS.name}) == 0", "30s",
-            "Worker {{ $labels.worker }} of {{ $labels.instance }} does not answer",
-            "A worker of `serve --workers` has stopped working without ending. The requests on its connections wait; "
-            "new connections go to the other workers.",
-            "Look at the process that the log names (`worker_hung`), for example with `py-spy dump`, and kill it: the "
-            "router starts it again.",
+            "WarmrouteEdgeAlone", "critical", f"increase({metrics.EDGES_ALONE.name}[10m]) > 0", "0m",
+            "Edges of {{ $labels.instance }} were without a brain",
+            "No brain answered for a second, so edges chose nodes by themselves: without queues, priorities and the "
+            "cache index, and with a part of each limit.",
+            "Read in the log why the brain ended (`process_ended`, `process_hung`, `brain_lost`). After 60 s without a "
+            "brain, every request is rejected.",
+        ),
+        AlertRule(
+            "WarmrouteEdgeEnds", "critical", f"increase({metrics.EDGES_ENDED.name}[15m]) > 2", "0m",
+            "Edges of {{ $labels.instance }} end again and again",
+            "Each time, the requests of an edge's clients are lost. The parent starts it again.",
+            "Read the last lines of the edge in the log, and the status in `process_ended`. Status -9 is often the "
+            "kernel's OOM killer.",
         ),
         AlertRule(
             "WarmrouteReplicaAlone", "warning",

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from warmroute.app.alerts import Alert
-from warmroute.app.workers.cluster_member import ClusterMember
+from warmroute.app.replicas.cluster_member import ClusterMember
 
 LASTING_S: Final = 2.0
 

@@ -1,4 +1,4 @@
-"""`serve --workers` with [scaling]: one worker scales, all use the nodes, and another one goes on if it dies."""
+"""`serve --edges` with [scaling]: the brain scales, and the next one goes on if it dies."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from warmroute.config import ConfigError
 from warmroute.scaling.keda import SERVICE, messages
 from warmroute.scaling.lease import FileLease
 
-WORKERS = ("--workers", "2")
+EDGES = ("--edges", "2")
 
 
 @pytest.fixture
@@ -27,17 +27,17 @@ def place(tmp_path: Path) -> Place:
     return Place(tmp_path)
 
 
-def worker_pids(router: ServeProcess) -> list[int]:
+def child_pids(router: ServeProcess) -> list[int]:
     children = Path(f"/proc/{router.process.pid}/task/{router.process.pid}/children").read_text()
     return [int(pid) for pid in children.split()]
 
 
 async def both_serve(router: ServeProcess) -> None:
-    await until(lambda: sum("worker_ready" in line for line in router.lines) == 2, "", PATIENCE_S)
+    await until(lambda: sum("edge_started" in line for line in router.lines) == 2, "", PATIENCE_S)
 
 
 def lock_holder(lock: Path) -> int:
-    """Return the pid of the worker that holds the lock; 0 if none does."""
+    """Return the pid of the brain that holds the lock; 0 if none does."""
     inode = str(lock.stat().st_ino)
     for line in Path("/proc/locks").read_text().splitlines():
         words = line.split()
@@ -46,33 +46,33 @@ def lock_holder(lock: Path) -> int:
     return 0
 
 
-async def request_all_workers(router: ServeProcess) -> list[int]:
+async def request_all_edges(router: ServeProcess) -> list[int]:
     return [(await router.request(post(chat(model="sim", max_tokens=2)))).status for _ in range(6)]
 
 
-async def test_one_worker_scales_and_another_one_goes_on_when_it_dies(place: Place) -> None:
+async def test_the_brain_scales_and_the_next_one_goes_on_when_it_dies(place: Place) -> None:
     place.write(nodes=2)
-    async with nothing_left_of(place), serve("--config", place.file, *WORKERS) as router:
+    async with nothing_left_of(place), serve("--config", place.file, *EDGES) as router:
         await both_serve(router)
         await until_serving(router, 2)
         engines = sorted(place.processes())
         assert len(engines) == 2
-        assert await request_all_workers(router) == [200] * 6  # each worker knows the new nodes
+        assert await request_all_edges(router) == [200] * 6  # each edge knows the new nodes
 
         lock = place.folder / "lock"
         leader = lock_holder(lock)
         assert leader
         os.kill(leader, signal.SIGKILL)
-        await until(lambda: lock_holder(lock) not in (0, leader), "another worker leads", PATIENCE_S)
+        await until(lambda: lock_holder(lock) not in (0, leader), "another brain leads", PATIENCE_S)
         found = await until_serving(router, 2)
         assert found["leading"] and sorted(place.processes()) == engines
         assert router.logged("scaling_state_restored")
-        await until(lambda: router.logged("worker_ended"))
+        await until(lambda: router.logged("process_ended"))
 
-        place.write(nodes=1)  # the parent reloads the configuration of all workers
+        place.write(nodes=1)  # the brain reloads the configuration
         await until_serving(router, 1)
         await until(lambda: len(place.processes()) == 1, patience_s=PATIENCE_S)
-        assert await request_all_workers(router) == [200] * 6  # no worker sends to the removed node
+        assert await request_all_edges(router) == [200] * 6  # no edge sends to the removed node
         page = (await router.request(admin("/metrics"), router.admin_port)).body.decode()
         assert "\nwarmroute_scaling_desired_nodes 1\n" in page and "\nwarmroute_scaling_leader 1\n" in page
 
@@ -106,7 +106,7 @@ async def desired_nodes(port: int) -> int:
         return int(answer.metricValues[0].metricValue)
 
 
-async def test_the_worker_that_leads_answers_keda(tmp_path: Path) -> None:
+async def test_the_brain_answers_keda(tmp_path: Path) -> None:
     port, file = free_port(), tmp_path / "router.toml"
     file.write_text(KEDA.format(port=port))
 
@@ -115,12 +115,12 @@ async def test_the_worker_that_leads_answers_keda(tmp_path: Path) -> None:
             while await desired_nodes(port) != 3:  # noqa: ASYNC110
                 await asyncio.sleep(0.1)
 
-    async with serve("--config", file, *WORKERS) as router:
+    async with serve("--config", file, *EDGES) as router:
         await both_serve(router)
         await answered()
         assert sum("keda_listening" in line for line in router.lines) == 1
         assert (await scaling(router))["leading"]
-        (leader,) = (pid for pid in worker_pids(router) if listens(pid, port))
+        (leader,) = (pid for pid in child_pids(router) if listens(pid, port))
         os.kill(leader, signal.SIGKILL)
         await until(lambda: sum("keda_listening" in line for line in router.lines) == 2, "", PATIENCE_S)
         await answered()

@@ -1,16 +1,14 @@
-"""This process as one of several replicas that share their state through Redis (`[cluster]`). Workers share through
-their parent, which has the link to Redis (workers/supervisor.py).
-"""
+"""This process as one of several replicas that share their state through Redis (`[cluster]`)."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from warmroute.app.process_seat import Seat
 from warmroute.app.redis import Lease
-from warmroute.app.workers.cluster_member import ClusterMember
-from warmroute.app.workers.redis_link import RedisLink, new_origin
-from warmroute.app.workers.worker import Worker
+from warmroute.app.replicas.cluster_member import ClusterMember
+from warmroute.app.replicas.redis_link import RedisLink, new_origin
 from warmroute.config import Config
 from warmroute.scaling.lease import FileLease
 from warmroute.scaling.scaling_service import RouterLease
@@ -19,17 +17,18 @@ if TYPE_CHECKING:
     from warmroute.app.service import Service
 
 
-def create_lease(config: Config, worker: Worker | None) -> RouterLease | None:
+def create_lease(config: Config, seat: Seat | None) -> RouterLease | None:
     """Return the lease of the autoscaler; None if this process needs none. Without provisioners, each router decides
-    how many nodes it wants, since KEDA may ask any of them; of its workers, one does."""
+    how many nodes it wants, since KEDA may ask any of them. The next brain of the same parent goes on with what the
+    autoscaler of the one before has written down."""
     if config.cluster.url and config.provisioners:
         return Lease(config.cluster, new_origin())
-    if worker is None:
+    if seat is None:
         return None
     lock_file = config.scaling.lock_file if config.provisioners else ""
     if lock_file:  # other routers may use it, too
-        return FileLease(Path(lock_file).expanduser(), worker.seat.origin)
-    return FileLease(worker.seat.folder / "scaling.lock")
+        return FileLease(Path(lock_file).expanduser(), seat.folder)
+    return FileLease(Path(seat.folder) / "scaling.lock")
 
 
 class Replica:

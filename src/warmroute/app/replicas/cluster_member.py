@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
-from warmroute.app.workers.cluster_metrics import ClusterFigures
+from warmroute.app.replicas.cluster_metrics import ClusterFigures
 from warmroute.core.cluster.cluster_state import ClusterState
 from warmroute.core.cluster.messages import FULL_S, NodeChange
 from warmroute.core.cluster.publish_timing import PublishTiming

@@ -1,0 +1,1 @@
+"""Replicas of the router that share their state through Redis or Valkey (`[cluster]`)."""
