@@ -379,14 +379,18 @@ def render_reference(rules: Iterable[AlertRule]) -> str:
     lines = [
         "# Alerts",
         "",
-        "The rules in `deploy/prometheus/alerts.yaml`. `make monitoring` generates the rules and this page;",
-        "[dashboards and alerts](../guides/dashboards-and-alerts.md) tells how to install them. The live page has",
+        "`make monitoring` generates this page and the rules in [alerts.yaml](../../deploy/prometheus/alerts.yaml), which has their",
+        "expressions. [Dashboards and alerts](../guides/dashboards-and-alerts.md) tells how to install them. The live page has",
         "alerts of its own, which need no Prometheus; `warmroute_alerts` exports them.",
     ]
     for rule in rules:
         lasts = "at once" if rule.lasts == "0s" else f"after {rule.lasts}"
         lines += [
-            "", f"## {rule.name}", "", f"Severity {rule.severity}, fires {lasts}.", "", f"    {rule.expression}", "",
-            f"**Meaning.** {rule.meaning}", "", f"**What to do.** {rule.what_to_do}",
-        ]  # fmt: skip
+            "",
+            f"## {rule.name}",
+            "",
+            f"{rule.severity.capitalize()}, {lasts}. {rule.meaning}",
+            "",
+            f"**Do**: {rule.what_to_do}",
+        ]
     return "\n".join(lines) + "\n"
