@@ -77,12 +77,12 @@ def _toml(value: Any) -> str:
 METRICS_INTRODUCTION = """\
 # Metrics
 
-The admin listener exports these metrics at `/metrics`, in the text format of Prometheus. `warmroute metrics-reference`
-generates this page. A dashboard and alert rules use them: [Dashboards and alerts](../guides/dashboards-and-alerts.md).
+The admin listener exports these metrics at `/metrics`, in the text format of Prometheus.
+[Dashboards and alerts](../guides/dashboards-and-alerts.md) use them. `warmroute metrics-reference` generates this page.
 
-Counters are totals since the start. Tokens, times and savings count complete responses with a status below 400, when
-they end. Labels are bounded: the router counts up to 256 pairs of model and route, 2,048 of model and tenant and 4,096
-of model and node apart, and all others as model `(other)`. It forgets the counters of a node that leaves the fleet.
+A name that ends in `_total` is a counter since the start. A meaning that begins with "Histogram" is one; all others are
+gauges. Tokens, times and savings count complete responses with a status below 400, when they end. Labels are bounded:
+beyond 256 pairs of model and route, 2,048 of model and tenant, and 4,096 of model and node, the model is `(other)`.
 """
 
 
@@ -99,10 +99,11 @@ def run_metrics_reference(_args: argparse.Namespace) -> int:
 def metrics_reference() -> str:
     from warmroute.app.metrics import LABELS, METRICS
 
-    lines = [METRICS_INTRODUCTION, "| metric | type | labels | |", "| --- | --- | --- | --- |"]
+    lines = [METRICS_INTRODUCTION, "| metric | labels | meaning |", "| --- | --- | --- |"]
     for metric in METRICS:
         labels = ", ".join(f"`{label}`" for label in metric.labels)
-        lines.append(f"| `{metric.name}` | {metric.kind} | {labels} | {metric.help} |")
+        kind = "Histogram. " if metric.kind == "histogram" else ""
+        lines.append(f"| `{metric.name}` | {labels} | {kind}{metric.help} |")
     lines += ["", "## Labels", "", "| label | value |", "| --- | --- |"]
     lines += [f"| `{label}` | {text} |" for label, text in LABELS.items()]
     return "\n".join(lines) + "\n"
