@@ -380,8 +380,8 @@ def render_reference(rules: Iterable[AlertRule]) -> str:
         "# Alerts",
         "",
         "`make monitoring` generates this page and the rules in [alerts.yaml](../../deploy/prometheus/alerts.yaml).",
-        "[Dashboards and alerts](../guides/dashboards-and-alerts.md) tells how to install them. The live page has alerts",
-        "of its own, which need no Prometheus; `warmroute_alerts` exports them.",
+        "[Dashboards and alerts](../guides/dashboards-and-alerts.md) tells how to install them. The live page has",
+        "alerts of its own, which need no Prometheus; `warmroute_alerts` exports them.",
     ]
     for rule in rules:
         lasts = "at once" if rule.lasts == "0s" else f"after {rule.lasts}"
