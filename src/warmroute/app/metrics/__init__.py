@@ -30,9 +30,9 @@ LABELS: Final = {
     "another version)",
     "island": "name of the island; for moved conversations, the island they left",
     "kind": "what differs: `time`, `id`, `number`, `order`, `text` or `history`",
-    "inference_pool": "name of the InferencePool; `default` without one",
+    "inference_pool": "the InferencePool; `default` without one",
     "model_name": "model that a node serves",
-    "name": "name of the InferencePool; `default` without one",
+    "name": "the InferencePool; `default` without one",
     "model": "model that a node serves; `(other)` beyond the number of counters that the router keeps",
     "node": "name of the node",
     "order": "`work` (priority, tenant and prefill work) or `guarantee` (it had waited for too long)",
@@ -40,10 +40,10 @@ LABELS: Final = {
     "`cancelled` (the client disconnected)",
     "policy": "routing policy that decided, or `half_open` for a trial request",
     "priority": "`high`, `normal` or `low`",
-    "reading": "`exact` (the engine's tokens), `inexact` (tokens of which the engine may not have all), `text` (no "
-    "tokenizer, or it cannot render the request) or `none` (not read)",
-    "reason": "why the policy chose the node, why admission rejected the request, why the conversation moved, or why "
-    "the node was ejected (`failures` or `slow`); for dropped traces: `queue_full`, `export_failed` or `shutdown`",
+    "reading": "`exact` (the engine's tokens), `inexact` (the engine may not have all of them), `text` (no tokens) or "
+    "`none` (not read)",
+    "reason": "why: of a decision, a rejection, a move, an ejection (`failures` or `slow`) or a dropped trace "
+    "(`queue_full`, `export_failed` or `shutdown`)",
     "result": "`success` or `failure`",
     "role": "`prefill` or `decode`",
     "route": "name of the route; empty for requests that match none",
@@ -56,7 +56,7 @@ LABELS: Final = {
     "to": "island that the conversation moved to",
     "version": "version of Warmroute",
     "worker": "number of the worker, from 0",
-    "build": "`compiled` (releases) or `interpreted`: whether the modules of the request path are compiled",
+    "build": "`compiled` or `interpreted`",
 }
 
 
