@@ -99,11 +99,11 @@ def run_metrics_reference(_args: argparse.Namespace) -> int:
 def metrics_reference() -> str:
     from warmroute.app.metrics import LABELS, METRICS
 
-    lines = [METRICS_INTRODUCTION, "| metric | labels | meaning |", "| --- | --- | --- |"]
+    lines = [METRICS_INTRODUCTION, "| metric and labels | meaning |", "| --- | --- |"]
     for metric in METRICS:
-        labels = ", ".join(f"`{label}`" for label in metric.labels)
+        labels = f" `{{{','.join(metric.labels)}}}`" if metric.labels else ""
         kind = "Histogram. " if metric.kind == "histogram" else ""
-        lines.append(f"| `{metric.name}` | {labels} | {kind}{metric.help} |")
+        lines.append(f"| `{metric.name}`{labels} | {kind}{metric.help} |")
     lines += ["", "## Labels", "", "| label | value |", "| --- | --- |"]
     lines += [f"| `{label}` | {text} |" for label, text in LABELS.items()]
     return "\n".join(lines) + "\n"
