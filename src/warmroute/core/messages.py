@@ -40,12 +40,15 @@ from warmroute._kernel import (
     OUTCOME_REJECTED,
     hash_blocks,
 )
-from warmroute.config.routing import NORMAL
+from warmroute.config.routing import NORMAL, PRIORITY_NAMES
 
 # The request and its prompt.
 
 
 # What routing knows about a request, besides its prompt. Built once; only the prompt's length may be added later.
+
+FACTS: Final = ("tenant", "model", "route", "priority")
+"""The fields of a request that the journal and every explanation show, in this order."""
 
 
 class RoutingRequest(msgspec.Struct, eq=False, gc=False):
@@ -90,6 +93,12 @@ class RoutingRequest(msgspec.Struct, eq=False, gc=False):
     """Whether the request is ended when a deadline cannot be met or has passed (`on_deadline = "end"`)."""
     cache_group: str = ""
     """Whose prompts count as cached for it; empty: everybody's."""
+
+    def facts(self) -> dict[str, Any]:
+        """Return FACTS as JSON values."""
+        found = {name: getattr(self, name) for name in FACTS}
+        found["priority"] = PRIORITY_NAMES[self.priority]
+        return found
 
     def forget_text(self) -> None:
         """Drop what the client wrote: of a request that has ended, names and numbers are kept."""
