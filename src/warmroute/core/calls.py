@@ -417,8 +417,9 @@ class Calls:
         """Those of the ended ones that somebody wants back, until he has fetched them."""
         self.waiting: dict[Call, None] = {}
         """Calls that were sent to a node and have no byte of a response, in the order in which they were sent."""
-        self.splits: dict[Call, None] = {}
-        """Those of them that another node prefills, or has prefilled, for the one that will answer."""
+        self.checked: dict[Call, None] = {}
+        """The calls in `waiting` that `check` looks at every CHECK_S: another node prefills for the one that will
+        answer, or has prefilled for it."""
         self.freed: dict[Node, None] = {}
         """Nodes that may have room for queued calls."""
         self.on_freed: Callable[[], object] | None = None
@@ -750,7 +751,7 @@ class Calls:
         call.overdue_s = 0.0
         call.tried += 1
         self._wait_again(call)
-        self.splits[call] = None
+        self.checked[call] = None
         if isinstance(ticket, DecodeDispatch):
             if is_first and self._may_choose_again(call, split):
                 ticket.hold()
@@ -931,8 +932,8 @@ class Calls:
             reason = "" if plan.outcome is Outcome.OK else plan.reason
             self.close(call, split.prefill, plan.outcome, now_s, reason, status=plan.status, error=plan.error)
 
-    def check_pair(self, call: Call, now_s: float) -> None:
-        """Leave a prefill node that looks as if it hangs."""
+    def check(self, call: Call, now_s: float) -> None:
+        """Look at a call in `checked`: leave a prefill node that looks as if it hangs."""
         split, main = call.split, call.main
         if split is None or main is None or main.state == LEAVING:
             return
@@ -962,7 +963,7 @@ class Calls:
         if split.phase != OVER:
             split.phase = OVER
             split.pair.prefill_node.transfer_tokens -= split.pair.transfer_tokens
-            self.splits.pop(call, None)
+            self.checked.pop(call, None)
 
     def _pair_started(self, call: Call, split: Split, status: int, now_s: float) -> None:
         """The decode node's response has begun. The edge has withdrawn a prefill that was still under way."""
