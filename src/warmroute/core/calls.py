@@ -629,7 +629,7 @@ class Calls:
         return tuple(
             other.number for other in (decision.node, *decision.fallbacks())
             if not (
-                other is node or other.needs_partner or other.role == "prefill" or other.is_full
+                other is node or other.needs_partner or other.role == "prefill" or other.is_full_for(call.request)
                 or (subset is not None and other.name not in subset)
             )
         )  # fmt: skip
@@ -711,7 +711,7 @@ class Calls:
             pair = Pair(split.pair.prefill_node, 0.0)
         elif node is not decision.node:
             pair = None
-        if pair is None or pair.prefill_node in failed or not _is_usable(pair.prefill_node):
+        if pair is None or pair.prefill_node in failed or not _is_usable(pair.prefill_node, call.request):
             partner = self.router.partner(decision, node, failed) if node.needs_partner else None
             if partner is None:
                 if split is not None:
@@ -1312,7 +1312,7 @@ class Calls:
             call.hedge = None
         elif call.hedge is not None:
             self._promote_hedge(call)
-        elif plan.other is None or not _may_still_serve(plan.other):
+        elif plan.other is None or not _may_still_serve(plan.other, call.request):
             self._next(call, outcome, try_.node, now_s, try_)
         elif self._try(call, self._failover_of(call).decision, plan.other, _MOVE, now_s):
             self.counters.retries += 1
@@ -1549,14 +1549,14 @@ def _closed_try(try_: Try, outcome: Outcome, reason: str, now_s: float, status: 
     )  # fmt: skip
 
 
-def _is_usable(prefill_node: Node) -> bool:
+def _is_usable(prefill_node: Node, request: RoutingRequest) -> bool:
     """Whether a prefill node may get a request, perhaps seconds after it was chosen."""
-    return not (prefill_node.draining or prefill_node.health.confirmed_down or prefill_node.is_full)
+    return not (prefill_node.draining or prefill_node.health.confirmed_down or prefill_node.is_full_for(request))
 
 
-def _may_still_serve(node: Node) -> bool:
+def _may_still_serve(node: Node, request: RoutingRequest) -> bool:
     """Whether a node may get the call that was to move there when the edge was asked."""
-    return not (node.draining or node.is_full) and node.health.state is HealthState.UP
+    return not (node.draining or node.is_full_for(request)) and node.health.state is HealthState.UP
 
 
 def _ban(node: Node, now_s: float) -> None:
