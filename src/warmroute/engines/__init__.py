@@ -28,7 +28,7 @@ from warmroute.engines.engine import Engine
 
 ENGINES: Final[dict[str, Engine]] = {"vllm": vllm.ENGINE, "sglang": sglang.ENGINE, "trtllm": trtllm.ENGINE}
 _NAMES: Final = [f'"{name}"' for name in ENGINES]
-LINE: Final = f"engine = {_NAMES[0]}  # or {', '.join(_NAMES[1:])}"
+ENGINE_LINE: Final = f"engine = {_NAMES[0]}  # or {', '.join(_NAMES[1:])}"
 """A line for [[nodes]]."""
 _UNKNOWN: Final = Engine(
     title="",

@@ -11,7 +11,7 @@ from warmroute import build_advice, version_and_build
 from warmroute.app.doctor.answers import NodeFacts, NodeHttp, SampleResult
 from warmroute.app.models import missing_advice
 from warmroute.config import Config, ConfigError
-from warmroute.engines import LINE, engine_of
+from warmroute.engines import ENGINE_LINE, engine_of
 from warmroute.prompt.hub import find_tokenizer_files
 from warmroute.prompt.node_tokenizer import Agreement, NodeDidNotAnswer, compare_tokens, tokenize_request
 from warmroute.prompt.registry import TokenizerRegistry, TokenizerStatus
@@ -125,7 +125,7 @@ def engine(facts: NodeFacts) -> Check:
     if not facts.engine:
         return Check(
             "engine", "problem", "the engine is unknown: neither its metrics nor its models name it",
-            _nodes_line(facts.name, LINE),
+            _nodes_line(facts.name, ENGINE_LINE),
         )  # fmt: skip
     if facts.load is None:
         status = facts.metrics.error or f"answers {facts.metrics.status}" if not facts.metrics.ok else "has no load"
