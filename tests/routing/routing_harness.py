@@ -219,7 +219,7 @@ class RoutingHarness:
 
     def assert_all_counters_are_zero(self) -> None:
         assert self.admission.queue.waiting == self.group.waiting == 0 == len(self.admission.queue.waiting_for)
-        assert not self.brain.waiting and not self.brain.calls.splits
+        assert not self.brain.waiting and not self.brain.calls.checked
         for node in self.nodes:
             assert (node.inflight, node.context_tokens, node.kv_new) == (0, 0, 0)
             assert node.pending_work == pytest.approx(0.0, abs=1e-3)

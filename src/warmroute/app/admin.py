@@ -22,7 +22,6 @@ from warmroute.config import ConfigError, NodeConfig, is_loopback, node_name, pa
 from warmroute.config.clients import canonical_address
 from warmroute.config.file import same_engine
 from warmroute.config.nodes import Role
-from warmroute.config.routing import PRIORITY_NAMES
 from warmroute.core.brain import Brain
 from warmroute.core.cache_view import CacheView
 from warmroute.core.decision import Decision
@@ -213,10 +212,7 @@ class Decisions:
         record, query = decision.record(), decision.query
         assert query is not None
         return {
-            "tenant": query.request.tenant,
-            "model": query.request.model,
-            "route": query.request.route,
-            "priority": PRIORITY_NAMES[query.request.priority],
+            **query.request.facts(),
             "explanation": explain_decision(record)
             + ("; the request would wait in the router until the node has room" if would_queue else ""),
             **describe_decision(record),

@@ -22,7 +22,7 @@ from warmroute.blocking import run_in_thread
 from warmroute.config import Capture as CaptureConfig
 from warmroute.config.routing import PRIORITY_NAMES
 from warmroute.core.calls import Call
-from warmroute.core.messages import Outcome, RoutingRequest, Usage
+from warmroute.core.messages import MEANINGS, RoutingRequest, Usage
 from warmroute.core.trace_row import CaptureOutcome, TraceRow
 from warmroute.core.traffic import Counters
 from warmroute.edge.arrival import Kept, lookup_of
@@ -293,13 +293,6 @@ WRITE_REQUESTS: Final = 128
 """Requests that are written at once."""
 CLOSE_TIMEOUT_S: Final = 2.0
 
-_OUTCOMES: Final[dict[Outcome, CaptureOutcome]] = {
-    Outcome.OK: "ok", Outcome.CANCELLED: "cancelled", Outcome.BROKEN: "broken", Outcome.FAILED: "failed",
-    Outcome.BUSY: "failed",
-}  # fmt: skip
-"""A request that a node rejected (4xx) is not in a capture: the node did not prefill it. Neither is one that the router
-rejected for a mistake of the client: no fleet would have served it, and its model may be what a user typed."""
-
 
 class Sink(Protocol):
     """Takes the lines of one capture, in a thread."""
@@ -370,10 +363,11 @@ class Capture:
     def call_ended(self, call: Call, expected_output: float) -> None:
         """Add a call that was to be captured from its arrival on. `expected_output`: tokens, if none are reported."""
         outcome, request, history = call.outcome, call.request, call.history
-        name: CaptureOutcome | None
         if outcome is not None and (call.left is None or call.status < 500):
-            name = _OUTCOMES.get(outcome)
+            name = MEANINGS[outcome].captured
         else:  # no node got it, or the router itself ended it with an error
+            # A mistake of the client is not in a capture: no fleet would have served it, and its model may be what a
+            # user typed.
             name = None if 400 <= call.status < 500 and call.status != 429 else "not_admitted"
         if name is None:
             return

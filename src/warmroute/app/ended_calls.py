@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Final
 
 from warmroute.app.capture import Capture
 from warmroute.app.prompt_doctor import PromptDoctor
 from warmroute.app.tracing import TraceExporter, trace_of_call, trace_of_request
 from warmroute.config import Config
 from warmroute.core.calls import Call
-from warmroute.core.messages import Left, Outcome, RoutingRequest
+from warmroute.core.messages import MEANINGS, Left, Outcome, RoutingRequest
 from warmroute.core.output_length import OutputLengthEstimate
 from warmroute.edge.arrival import FORWARDED, Kept
 from warmroute.edge.trace_context import EndedEarly
@@ -24,12 +23,6 @@ from warmroute.event_log import EventLog, where_it_failed
 from warmroute.prompt.request_body import has_prompt
 
 log = EventLog("warmroute.requests")
-
-_ENDINGS: Final[dict[Outcome, str]] = {
-    Outcome.OK: "complete", Outcome.REJECTED: "complete", Outcome.BROKEN: "broken", Outcome.FAILED: "failed",
-    Outcome.BUSY: "failed", Outcome.CANCELLED: "failed",
-}  # fmt: skip
-"""How the log names the end of a request whose client got a response, or a part of one."""
 
 
 class EndedCalls:
@@ -151,7 +144,7 @@ def _ending(call: Call) -> str:
         return "late"
     if call.left is not None or call.code or call.outcome is None:
         return ""
-    return _ENDINGS[call.outcome]
+    return MEANINGS[call.outcome].logged
 
 
 def _log_failure(error: Exception) -> None:

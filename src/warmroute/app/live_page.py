@@ -24,7 +24,7 @@ from warmroute.core.fleet import Fleet
 from warmroute.core.health import HealthState
 from warmroute.core.hot_prefixes import PopularPrefix
 from warmroute.core.last_decisions import LastDecisions
-from warmroute.core.messages import Outcome
+from warmroute.core.messages import FAILURES, Outcome
 from warmroute.core.node import Node
 from warmroute.core.node_cache import NodeCache
 from warmroute.core.queue import AdmissionQueue
@@ -46,7 +46,6 @@ MAX_TENANTS: Final = 50
 MIN_PREFIX_SHARE: Final = 0.1
 """Prefixes with less than this fraction of the most popular one's prompts are left out: single conversations."""
 SHOWN_ENDED_ALERTS: Final = 8
-FAILURES: Final = (Outcome.FAILED, Outcome.BROKEN, Outcome.BUSY)
 
 Section = dict[str, Any] | list[Any] | None
 

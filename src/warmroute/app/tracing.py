@@ -33,7 +33,7 @@ from warmroute.config import Tracing as TracingConfig
 from warmroute.config import missing_extra
 from warmroute.config.routing import PRIORITY_NAMES
 from warmroute.core.decision_record import TERMS, Price
-from warmroute.core.messages import ClosedTry, Left, Outcome, Role, RoutingRequest, Usage
+from warmroute.core.messages import FAILURES, ClosedTry, Left, Outcome, Role, RoutingRequest, Usage
 from warmroute.core.traffic import Counters
 from warmroute.edge.trace_context import EdgeTrace, EndedEarly, RandomBits, TraceSampling, new_span_id
 from warmroute.event_log import EventLog, where_it_failed
@@ -269,7 +269,7 @@ def _decision_attributes(decision: TracedDecision) -> Attributes:
 
 def _try_span(trace: EndedTrace, one: ClosedTry, span_id: bytes) -> Span:
     outcome, status = one.outcome, one.status
-    failed = outcome in (Outcome.BUSY, Outcome.FAILED, Outcome.BROKEN)
+    failed = outcome in FAILURES
     attributes: dict[str, Any] = {
         "http.request.method": "POST",
         "http.response.status_code": status or None,

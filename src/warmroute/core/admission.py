@@ -88,7 +88,7 @@ def below_limits(
 
     def has_place(node: Node) -> bool:
         return not (
-            node.is_full
+            node.is_full_for(request)
             or (counts_learned and node.at_concurrency_limit)
             or is_over_threshold(request, node, threshold)
             or (node.waiting and not request.may_queue)
@@ -456,7 +456,7 @@ class Admission:
         """Return whether the node has fewer requests than it may have, and little prefill work left, with this much
         more. An idle node has room."""
         if node.is_limited:
-            if node.is_full:
+            if node.is_full_for(None):
                 return False
             if node.at_concurrency_limit:
                 node.concurrency.was_hit = True

@@ -417,8 +417,9 @@ class Calls:
         """Those of the ended ones that somebody wants back, until he has fetched them."""
         self.waiting: dict[Call, None] = {}
         """Calls that were sent to a node and have no byte of a response, in the order in which they were sent."""
-        self.splits: dict[Call, None] = {}
-        """Those of them that another node prefills, or has prefilled, for the one that will answer."""
+        self.checked: dict[Call, None] = {}
+        """The calls in `waiting` that `check` looks at every CHECK_S: another node prefills for the one that will
+        answer, or has prefilled for it."""
         self.freed: dict[Node, None] = {}
         """Nodes that may have room for queued calls."""
         self.on_freed: Callable[[], object] | None = None
@@ -628,7 +629,7 @@ class Calls:
         return tuple(
             other.number for other in (decision.node, *decision.fallbacks())
             if not (
-                other is node or other.needs_partner or other.role == "prefill" or other.is_full
+                other is node or other.needs_partner or other.role == "prefill" or other.is_full_for(call.request)
                 or (subset is not None and other.name not in subset)
             )
         )  # fmt: skip
@@ -710,7 +711,7 @@ class Calls:
             pair = Pair(split.pair.prefill_node, 0.0)
         elif node is not decision.node:
             pair = None
-        if pair is None or pair.prefill_node in failed or not _is_usable(pair.prefill_node):
+        if pair is None or pair.prefill_node in failed or not _is_usable(pair.prefill_node, call.request):
             partner = self.router.partner(decision, node, failed) if node.needs_partner else None
             if partner is None:
                 if split is not None:
@@ -750,7 +751,7 @@ class Calls:
         call.overdue_s = 0.0
         call.tried += 1
         self._wait_again(call)
-        self.splits[call] = None
+        self.checked[call] = None
         if isinstance(ticket, DecodeDispatch):
             if is_first and self._may_choose_again(call, split):
                 ticket.hold()
@@ -931,8 +932,8 @@ class Calls:
             reason = "" if plan.outcome is Outcome.OK else plan.reason
             self.close(call, split.prefill, plan.outcome, now_s, reason, status=plan.status, error=plan.error)
 
-    def check_pair(self, call: Call, now_s: float) -> None:
-        """Leave a prefill node that looks as if it hangs."""
+    def check(self, call: Call, now_s: float) -> None:
+        """Look at a call in `checked`: leave a prefill node that looks as if it hangs."""
         split, main = call.split, call.main
         if split is None or main is None or main.state == LEAVING:
             return
@@ -962,7 +963,7 @@ class Calls:
         if split.phase != OVER:
             split.phase = OVER
             split.pair.prefill_node.transfer_tokens -= split.pair.transfer_tokens
-            self.splits.pop(call, None)
+            self.checked.pop(call, None)
 
     def _pair_started(self, call: Call, split: Split, status: int, now_s: float) -> None:
         """The decode node's response has begun. The edge has withdrawn a prefill that was still under way."""
@@ -1311,7 +1312,7 @@ class Calls:
             call.hedge = None
         elif call.hedge is not None:
             self._promote_hedge(call)
-        elif plan.other is None or not _may_still_serve(plan.other):
+        elif plan.other is None or not _may_still_serve(plan.other, call.request):
             self._next(call, outcome, try_.node, now_s, try_)
         elif self._try(call, self._failover_of(call).decision, plan.other, _MOVE, now_s):
             self.counters.retries += 1
@@ -1548,14 +1549,14 @@ def _closed_try(try_: Try, outcome: Outcome, reason: str, now_s: float, status: 
     )  # fmt: skip
 
 
-def _is_usable(prefill_node: Node) -> bool:
+def _is_usable(prefill_node: Node, request: RoutingRequest) -> bool:
     """Whether a prefill node may get a request, perhaps seconds after it was chosen."""
-    return not (prefill_node.draining or prefill_node.health.confirmed_down or prefill_node.is_full)
+    return not (prefill_node.draining or prefill_node.health.confirmed_down or prefill_node.is_full_for(request))
 
 
-def _may_still_serve(node: Node) -> bool:
+def _may_still_serve(node: Node, request: RoutingRequest) -> bool:
     """Whether a node may get the call that was to move there when the edge was asked."""
-    return not (node.draining or node.is_full) and node.health.state is HealthState.UP
+    return not (node.draining or node.is_full_for(request)) and node.health.state is HealthState.UP
 
 
 def _ban(node: Node, now_s: float) -> None:

@@ -81,7 +81,10 @@ class Decision:
     @property
     def is_full(self) -> bool:
         """Whether a node that the request would be sent to has as many requests as it may have."""
-        return self.is_limited and (self.node.is_full or self.entry_node.is_full)
+        if not self.is_limited:
+            return False
+        request = self.query.request if self.query is not None else None
+        return self.node.is_full_for(request) or self.entry_node.is_full_for(request)
 
     @property
     def is_limited(self) -> bool:

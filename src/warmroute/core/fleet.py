@@ -15,7 +15,7 @@ from warmroute.core.context_windows import windows_by_model
 from warmroute.core.group import Group
 from warmroute.core.health import HealthState, OutlierDetection
 from warmroute.core.islands import IslandRegistry
-from warmroute.core.messages import Outcome
+from warmroute.core.messages import AT_FAULT, PASSED, Outcome
 from warmroute.core.node import Node, Ticket
 from warmroute.core.rejections import NameTaken, UnknownNode
 from warmroute.core.speeds import SpeedReview
@@ -24,9 +24,6 @@ MAX_PAST_MODELS: Final = 1024
 
 OnHealthChange = Callable[[Node, HealthState], None]
 """Called after each change of a node's health state, with the state before it."""
-
-_PASSED: Final = (Outcome.OK, Outcome.REJECTED)
-_FAILED: Final = (Outcome.FAILED, Outcome.BROKEN)
 
 
 class Fleet:
@@ -327,10 +324,10 @@ class Fleet:
         if not judged:
             node.excused_failures += 1
             return
-        if outcome in _PASSED:
+        if outcome in PASSED:
             if health.request_passed(now_s):
                 self._apply_health(node, (HealthState.HALF_OPEN, False), now_s)
-        elif outcome in _FAILED:
+        elif outcome in AT_FAULT:
             before = health.eligibility
             health.request_failed(now_s, reason)
             self._apply_health(node, before, now_s)

@@ -1,7 +1,7 @@
 """Which nodes are up, suspect or down: the circuit breaker of a node, and outlier detection among its peers.
 
-core/fleet.py tells it how tickets ended (`close_ticket`, `count_failure`). `counts_of` says which outcomes outlier
-detection counts.
+core/fleet.py tells it how tickets ended (`close_ticket`, `count_failure`). MEANINGS (core/messages.py) says what each
+outcome counts as.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from warmroute.config import Health as HealthConfig
 from warmroute.config import OutlierDetection as OutlierConfig
+from warmroute.core.messages import AT_FAULT, PASSED
 
 if TYPE_CHECKING:
     from warmroute.core.group import Group
@@ -405,7 +406,7 @@ class OutlierDetection:
 
 
 def counts_of(node: Node) -> Counts:
-    ok, rejected, _busy, failed, broken, _cancelled = node.outcomes
-    failed += broken - node.excused_failures
-    speed, steps_ms = node.speed, node.streamed_steps_ms
-    return Counts(ok + rejected, failed, speed.answers, node.streamed_ttft_ms, node.streamed_work, steps_ms)
+    outcomes, speed, steps_ms = node.outcomes, node.speed, node.streamed_steps_ms
+    passed = sum([outcomes[outcome] for outcome in PASSED])
+    failed = sum([outcomes[outcome] for outcome in AT_FAULT]) - node.excused_failures
+    return Counts(passed, failed, speed.answers, node.streamed_ttft_ms, node.streamed_work, steps_ms)

@@ -26,26 +26,22 @@ from array import array
 from collections.abc import Callable, Container, Mapping, Sequence
 from functools import lru_cache
 from hashlib import blake2b
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import msgspec
 
 from warmroute._kernel import KEY_CHARACTERS as KEY_CHARACTERS
-from warmroute._kernel import (
-    OUTCOME_BROKEN,
-    OUTCOME_BUSY,
-    OUTCOME_CANCELLED,
-    OUTCOME_FAILED,
-    OUTCOME_OK,
-    OUTCOME_REJECTED,
-    hash_blocks,
-)
-from warmroute.config.routing import NORMAL
+from warmroute._kernel import OUTCOME_OK, hash_blocks
+from warmroute.config.routing import NORMAL, PRIORITY_NAMES
+from warmroute.core.trace_row import CaptureOutcome
 
 # The request and its prompt.
 
 
 # What routing knows about a request, besides its prompt. Built once; only the prompt's length may be added later.
+
+FACTS: Final = ("tenant", "model", "route", "priority")
+"""The fields of a request that the journal and every explanation show, in this order."""
 
 
 class RoutingRequest(msgspec.Struct, eq=False, gc=False):
@@ -90,6 +86,12 @@ class RoutingRequest(msgspec.Struct, eq=False, gc=False):
     """Whether the request is ended when a deadline cannot be met or has passed (`on_deadline = "end"`)."""
     cache_group: str = ""
     """Whose prompts count as cached for it; empty: everybody's."""
+
+    def facts(self) -> dict[str, Any]:
+        """Return FACTS as JSON values."""
+        found = {name: getattr(self, name) for name in FACTS}
+        found["priority"] = PRIORITY_NAMES[self.priority]
+        return found
 
     def forget_text(self) -> None:
         """Drop what the client wrote: of a request that has ended, names and numbers are kept."""
@@ -238,14 +240,42 @@ class KvTransfer(Protocol):
 
 
 class Outcome(enum.IntEnum):
-    """How a ticket ended. The values index `Node.outcomes`."""
+    """How a ticket ended. The values index `Node.outcomes`, which has room for 16."""
 
     OK = OUTCOME_OK
-    REJECTED = OUTCOME_REJECTED  # the node answered 4xx: the client's mistake
-    BUSY = OUTCOME_BUSY  # the node answered 429 or 503
-    FAILED = OUTCOME_FAILED  # connection error, timeout, other 5xx or an invalid response, before the first byte
-    BROKEN = OUTCOME_BROKEN  # the response broke off after its first byte
-    CANCELLED = OUTCOME_CANCELLED  # the client disconnected
+    REJECTED = 1  # the node answered 4xx: the client's mistake
+    BUSY = 2  # the node answered 429 or 503
+    FAILED = 3  # connection error, timeout, other 5xx or an invalid response, before the first byte
+    BROKEN = 4  # the response broke off after its first byte
+    CANCELLED = 5  # the client disconnected
+
+
+class Meaning(NamedTuple):
+    """What an outcome counts as."""
+
+    passed: bool
+    """For the node's health, the node has served the request."""
+    at_fault: bool
+    """For the node's health, the node has failed."""
+    failed: bool
+    """For who looks at the node or at the try, the try has failed: on the live page and in traces."""
+    logged: str
+    """How the log names the end of a request whose client got a response, or a part of one."""
+    captured: CaptureOutcome | None
+    """How a capture names it; None: the node did not prefill the request, which is not in the capture."""
+
+
+MEANINGS: Final = {
+    Outcome.OK: Meaning(True, False, False, "complete", "ok"),
+    Outcome.REJECTED: Meaning(True, False, False, "complete", None),
+    Outcome.BUSY: Meaning(False, False, True, "failed", "failed"),
+    Outcome.FAILED: Meaning(False, True, True, "failed", "failed"),
+    Outcome.BROKEN: Meaning(False, True, True, "broken", "broken"),
+    Outcome.CANCELLED: Meaning(False, False, False, "failed", "cancelled"),
+}
+PASSED: Final = tuple(outcome for outcome in Outcome if MEANINGS[outcome].passed)
+AT_FAULT: Final = tuple(outcome for outcome in Outcome if MEANINGS[outcome].at_fault)
+FAILURES: Final = tuple(outcome for outcome in Outcome if MEANINGS[outcome].failed)
 
 
 OTHER_ERROR: Final = "other"

@@ -20,7 +20,7 @@ from warmroute.config import NodeConfig, node_name
 from warmroute.config.nodes import Role
 from warmroute.core.adapters import FleetAdapters, LoadedAdapters
 from warmroute.core.health import Health, RecentRequests
-from warmroute.core.messages import Outcome
+from warmroute.core.messages import Outcome, RoutingRequest
 from warmroute.core.prefill_work import work
 from warmroute.core.reported_values import ReportedValues
 from warmroute.core.speeds import INTERVAL_S, NEEDS_PARTNER, NodeSpeed, WholeAnswers
@@ -485,9 +485,9 @@ class Node(NodeState):
         """Must follow each change of a limit: requests look at the limits only where there is one."""
         self.is_limited = self.max_inflight > 0 or self.concurrency.most > 0
 
-    @property
-    def is_full(self) -> bool:
-        """Whether the node has as many requests of this process and its peers as it may have."""
+    def is_full_for(self, request: RoutingRequest | None) -> bool:
+        """Whether the node has as many requests of this process and its peers as it may have. Who has a request in hand
+        names it, since a limit may depend on the request; None: whatever the request."""
         return 0 < self.max_inflight <= self.inflight
 
     @property

@@ -215,8 +215,13 @@ class Router:
     def partner(self, decision: Decision, node: Node, failed: Container[Node]) -> Node | None:
         """Return the least loaded prefill node for a decode node that needs one; None if there is none."""
         query = decision.query
-        nodes = query.group.sort_if_changed().prefill_nodes.nodes if query is not None else ()
-        usable = (one for one in nodes if one.engine == node.engine and one not in failed and not one.is_full)
+        if query is None:
+            return None
+        nodes, request = query.group.sort_if_changed().prefill_nodes.nodes, query.request
+        usable = (
+            one for one in nodes
+            if one.engine == node.engine and one not in failed and not one.is_full_for(request)
+        )  # fmt: skip
         return min(usable, key=attrgetter("load"), default=None)
 
     def decode_node(self, decision: Decision, pair: Pair, current: Node, now_s: float) -> Node:

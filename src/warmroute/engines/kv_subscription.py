@@ -18,7 +18,7 @@ from warmroute.core.health import HealthState
 from warmroute.core.node import Node
 from warmroute.core.node_cache import NodeCache
 from warmroute.core.reported_values import MAX_RANKS, MAX_SEQUENCE_NUMBER, ReportedValues, decode_json
-from warmroute.engines import Get, Post, trtllm, zmtp
+from warmroute.engines import Get, Post, engine_of, trtllm, zmtp
 from warmroute.engines.kv_events import BadPayload, ByteBudget, NodeKvEvents, RankEvents, decode_batch, sent_time_s
 from warmroute.engines.zmtp import DEALER, SUB, ZmtpConnection
 from warmroute.event_log import EventLog
@@ -475,9 +475,10 @@ class KvEventClient:
         """Subscribe to what the node publishes. Return False if that is nothing, or if the node did not answer."""
         node = self._node
         setting = node.config.kv_events if self._enabled() else "off"
-        if node.engine == "trtllm" and setting == "auto":
+        engine = engine_of(node.engine)
+        if setting == "auto" and engine.why_no_subscription:
             self._subscribe([])
-            self._polls = True
+            self._polls = engine.polls_kv_events
             return True
         self._stop_polling()
         if setting == "off":

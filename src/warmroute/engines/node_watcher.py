@@ -23,9 +23,8 @@ from warmroute.engines import (
     Post,
     ServedModels,
     detect_engine,
+    engine_of,
     engine_of_cards,
-    metrics_paths,
-    parse_load,
     parse_model_cards,
     read_cards,
 )
@@ -237,7 +236,7 @@ class NodeWatcher:
         )
 
     async def _request_load(self, node: Node) -> None:
-        for path in metrics_paths(node.engine):
+        for path in engine_of(node.engine).metrics_paths:
             try:
                 status, page = await self._get(node, path, self._config.health.timeout_s)
             except OSError:
@@ -248,7 +247,7 @@ class NodeWatcher:
                 continue
             if node.engine == "auto" and (engine := detect_engine(page)) is not None:
                 self._set_engine(node, engine)
-            report = parse_load(node.engine, page)
+            report = engine_of(node.engine).parse_load(page)
             if report is not None:
                 has_connector = KV_CONNECTOR_METRICS in page
                 if has_connector != node.kv_connector:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
+from typing import Final
 
 import msgspec
 
 from warmroute.core.messages import NodeRow
 from warmroute.core.node import EngineCounters, LoadReport
+from warmroute.engines.engine import Engine
 from warmroute.engines.prometheus_page import counter, labels, less, mean, samples, total, whole_number
 
 # Reads SGLang's metrics page.
-
-MARKERS = (b"sglang:num_running_reqs",)
 
 
 def parse_load(page: bytes) -> LoadReport:
@@ -82,3 +82,18 @@ class SglangKvTransfer:
             "bootstrap_port": b"%d" % prefill_node.bootstrap_port,
             "bootstrap_room": b"%d" % room,
         }
+
+
+ENGINE: Final = Engine(
+    title="SGLang",
+    markers=(b"sglang:num_running_reqs",),
+    parse_load=parse_load,
+    owner="sglang",
+    kv_transfer=SglangKvTransfer(),
+    tokenizes="text",
+    to_publish_kv_events="""Start SGLang with
+    --kv-events-config '{"publisher": "zmq", "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:6557"}'""",
+    to_report_cached_tokens="Start SGLang with --enable-cache-report",
+    to_report_load="Start SGLang with --enable-metrics",
+    to_cache_prefixes="Start SGLang without --disable-radix-cache",
+)

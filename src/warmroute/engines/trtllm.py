@@ -12,6 +12,7 @@ from warmroute.core.messages import MAX_PARAMETERS_BYTES, NodeRow
 from warmroute.core.node import EngineCounters, LoadReport
 from warmroute.core.node_cache import EngineHash
 from warmroute.core.reported_values import MAX_BLOCK_TOKENS, MAX_RANKS, MAX_SEQUENCE_NUMBER, decode_json
+from warmroute.engines.engine import Engine
 from warmroute.engines.kv_events import BadPayload, BlockRemoved, BlockStored, Event
 from warmroute.engines.prometheus_page import counter, less, mean, total
 
@@ -255,9 +256,6 @@ class TrtllmKvTransfer:
 # consumer then misses those that the router has read.
 
 PROMETHEUS_PATH: Final = "/prometheus/metrics"
-OWNER: Final = "tensorrt_llm"
-"""`owned_by` of its models."""
-MARKERS: Final = (b"trtllm_num_requests_running", b"trtllm_request_success_total", b'"numActiveRequests"')
 
 
 def parse_load(page: bytes) -> LoadReport | None:
@@ -312,3 +310,23 @@ def _parse_iterations(page: bytes) -> LoadReport | None:
 
 def _number(value: Any) -> int:
     return value if type(value) is int and 0 <= value < 1 << 62 else 0
+
+
+_FILE: Final = "In the file of --extra_llm_api_options of trtllm-serve, set"
+
+ENGINE: Final = Engine(
+    title="TensorRT-LLM",
+    markers=(b"trtllm_num_requests_running", b"trtllm_request_success_total", b'"numActiveRequests"'),
+    parse_load=parse_load,
+    metrics_paths=(PROMETHEUS_PATH, "/metrics"),
+    owner="tensorrt_llm",
+    detected_by_owner=True,
+    why_no_subscription="not checked: the engine returns each event once, and the router needs them",
+    polls_kv_events=True,
+    kv_transfer=TrtllmKvTransfer(),
+    to_publish_kv_events=f"""{_FILE}
+    kv_cache_config: {{enable_block_reuse: true, event_buffer_max_size: 16384}}""",
+    to_report_cached_tokens=f"{_FILE}\n    return_perf_metrics: true",
+    to_report_load=f"{_FILE}\n    return_perf_metrics: true\n    enable_iter_perf_stats: true",
+    to_cache_prefixes=f"{_FILE}\n    kv_cache_config: {{enable_block_reuse: true}}",
+)

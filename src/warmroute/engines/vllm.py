@@ -9,12 +9,10 @@ import msgspec
 
 from warmroute.core.messages import MAX_PARAMETERS_BYTES, NodeRow
 from warmroute.core.node import EngineCounters, LoadReport
+from warmroute.engines.engine import Engine
 from warmroute.engines.prometheus_page import counter, labels, latest_labels, mean, split_names, total, whole_number
 
 # Reads vLLM's metrics page.
-
-MARKERS = (b"vllm:num_requests_running",)
-
 
 KV_CONNECTOR_METRICS: Final = b"\nvllm:nixl_"
 """In the metrics of an engine with NixlConnector, which can transfer KV cache."""
@@ -111,3 +109,19 @@ def one_token_fields(fields: Container[str]) -> dict[str, bytes]:
     if "min_tokens" in fields:
         values["min_tokens"] = b"0"
     return values
+
+
+ENGINE: Final = Engine(
+    title="vLLM",
+    markers=(b"vllm:num_requests_running",),
+    parse_load=parse_load,
+    owner="vllm",
+    kv_transfer=VllmKvTransfer(),
+    tokenizes="chats",
+    to_publish_kv_events="""Start vLLM with
+    --kv-events-config '{"enable_kv_cache_events": true, "publisher": "zmq", \
+"endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:6557"}'""",
+    to_report_cached_tokens="Start vLLM with --enable-prompt-tokens-details",
+    to_report_load="Start vLLM without --disable-log-stats",
+    to_cache_prefixes="Start vLLM without --no-enable-prefix-caching",
+)

@@ -20,7 +20,7 @@ import zmq.asyncio
 from warmroute.config import NodeConfig, node_name
 from warmroute.core.node import LoadReport
 from warmroute.core.reported_values import ReportedValues, decode_json
-from warmroute.engines import detect_engine, engine_of_cards, metrics_paths, parse_load, read_cards
+from warmroute.engines import ENGINES, detect_engine, engine_of, engine_of_cards, read_cards
 from warmroute.engines.kv_subscription import KvEndpoint, configured_endpoints, parse_event_sources, parse_server_info
 from warmroute.engines.prometheus_page import labels
 from warmroute.http_client import open_response
@@ -100,7 +100,7 @@ def _clock_skew_s(fields: bytes, started_s: float, ended_s: float) -> float | No
 
 # What a node answers: its engine, models, metrics and KV event endpoints, read by the router's own parsers.
 
-_OWNERS = {"vllm": "vllm", "sglang": "sglang", "tensorrt_llm": "trtllm"}
+_OWNERS = {engine.owner: name for name, engine in ENGINES.items() if engine.owner}
 
 
 @dataclass(slots=True)
@@ -168,7 +168,7 @@ async def ask_node(config: NodeConfig, http: NodeHttp, health_path: str) -> Node
 async def _ask_metrics(facts: NodeFacts, http: NodeHttp) -> None:
     configured = facts.config.engine
     refused: Answer | None = None
-    for path in metrics_paths(configured):
+    for path in engine_of(configured).metrics_paths:
         facts.metrics = await http.get(path)
         refused = refused or (facts.metrics if facts.metrics.status in (401, 403) else None)
         if facts.metrics.ok and (configured != "auto" or detect_engine(facts.metrics.body)):
@@ -182,7 +182,7 @@ async def _ask_metrics(facts: NodeFacts, http: NodeHttp) -> None:
     facts.engine = detected or next(filter(None, owners), "")
     try:
         if facts.metrics.ok and (configured != "auto" or detect_engine(page)):
-            facts.load = parse_load(facts.engine, page)
+            facts.load = engine_of(facts.engine).parse_load(page)
     except ValueError:
         pass
     facts.block_size = facts.load.block_size if facts.load is not None else 0
@@ -204,7 +204,7 @@ async def _ask_kv_events(facts: NodeFacts, http: NodeHttp, reported: ReportedVal
     if config.kv_events not in ("auto", "off"):
         facts.endpoints = configured_endpoints(config.kv_events, config.kv_replay, host)
         return
-    if facts.engine == "trtllm":
+    if engine_of(facts.engine).why_no_subscription:
         return
     try:
         answer = await http.get("/kv_event_sources")
