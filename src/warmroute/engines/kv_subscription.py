@@ -146,7 +146,7 @@ MAX_REPLAYS: Final = 60
 """Replays that may follow each other at once. One more is allowed each second: an engine whose numbers jump back and
 forth must not keep the router busy."""
 _END_OF_REPLAY: Final = b"\xff" * 8
-_SUBSCRIBE_TO_ALL: Final = zmtp.encode(b"\x01")
+SUBSCRIBE_TO_ALL: Final = zmtp.encode(b"\x01")
 
 Task = Callable[[float], bool]
 """Work until a moment of `time.monotonic`. Return whether work is left."""
@@ -221,7 +221,7 @@ class KvSubscription:
         self._replays_left = float(MAX_REPLAYS)
         self._replays_counted_s = time.monotonic()
         self._closed = False
-        self._live = self._connect(SUB, endpoint, _SUBSCRIBE_TO_ALL, self._catch_up_soon)
+        self._live = self._connect(SUB, endpoint, SUBSCRIBE_TO_ALL, self._catch_up_soon)
         self.read_from_start()
 
     def _connect(

@@ -238,6 +238,11 @@ def kv_events(facts: NodeFacts, unreachable: list[str], sample: SampleResult | N
         yield Check(name, "note", f"{shown} accepts the subscription; the sample request failed")
     elif sample.has_event:
         yield Check(name, "ok", f"{shown}; an event arrived for a sample request")
+    elif sample.unreadable:
+        yield Check(
+            name, "problem", f"the router cannot read what {shown} sends: {sample.unreadable}",
+            f"Check that the port is that of the engine's KV events. {flags.kv_events(facts.engine)}",
+        )  # fmt: skip
     elif facts.prefix_caching is False:
         yield Check(name, "problem", f"{shown}; no event arrived, because prefix caching is off",
                     flags.prefix_caching(facts.engine))  # fmt: skip
