@@ -20,7 +20,7 @@ from warmroute.core.demand import DemandMeter
 from warmroute.core.fleet import Fleet
 from warmroute.core.hot_prefixes import HotPrefixes
 from warmroute.event_log import EventLog
-from warmroute.scaling.autoscaler import Autoscaler
+from warmroute.scaling.autoscaler import POOLS, Autoscaler
 from warmroute.scaling.control_loop import ControllerLoop, LeaderLease, NodeRegistry, Post, PrefixPrefiller
 from warmroute.scaling.fleet_plan import router_settings
 from warmroute.scaling.lease import LeaderLock
@@ -174,6 +174,10 @@ class ScalingService:
             raise missing_extra("scaling.keda_port", error, "keda") from None
         self._keda = KedaScaler(self.autoscaler.desired_in_pool)
         await self._keda.start(scaling.keda_host, scaling.keda_port)
+        log.warning(
+            "keda_deprecated",
+            "The next release has no scaling.keda_port: let KEDA read GET /admin/scaling (trigger metrics-api).",
+        )
         log.info("keda_listening", address=f"{scaling.keda_host}:{self._keda.port}")
 
     def _leader_changed(self) -> None:
@@ -243,6 +247,8 @@ class ScalingService:
             "leading": self.loop.leading,
             "dry_run": autoscaler.config.dry_run,
             "desired_nodes": autoscaler.desired_nodes,
+            # KEDA reads these two, each for a ScaledObject of its own.
+            "workloads": {role: {"desired_nodes": autoscaler.desired_in_pool(role)} for role in POOLS},
             "waiting_requests": self._waiting(),
             "last_decision": None
             if last is None
