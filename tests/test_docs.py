@@ -16,12 +16,12 @@ from itertools import takewhile
 from pathlib import Path
 
 import pytest
+from support.promql import samples_of
 
 from warmroute.app.commands import nodes, reference
 from warmroute.app.main import COMMANDS, create_parser, main
 from warmroute.app.metrics import METRICS
 from warmroute.app.metrics.page import MetricsPage
-from warmroute.app.monitoring import samples_of
 from warmroute.config import Config, from_table, tables
 from warmroute.config.section import keys_of
 from warmroute.core import calls, rejections
