@@ -12,8 +12,7 @@ import yaml  # type: ignore[import-untyped]
 from support.promql import check, read_names
 
 from warmroute.app.main import main
-from warmroute.app.metrics import METRICS
-from warmroute.app.metrics.page import WAIT_BUCKETS
+from warmroute.app.metrics.page import METRICS, WAIT_BUCKETS
 from warmroute.app.monitoring import ALERT_RULES, Objectives, render
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -6,7 +6,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Final, NamedTuple
 
-from warmroute.app.metrics import METRICS, Metric
+from warmroute.app.metrics import Metric
+from warmroute.app.metrics.page import METRICS
 
 # The reader sees tokens, not the whole grammar: a name is a metric unless it is a keyword, a function or an aggregate,
 # or is inside of braces or of a list of labels. Grafana's variables are allowed where Grafana replaces them: in strings

@@ -14,10 +14,10 @@ from urllib.parse import parse_qs, unquote
 import msgspec
 
 from warmroute._kernel import RequestHead
-from warmroute.app import metrics
 from warmroute.app.admin import check_token
 from warmroute.app.alert_webhook import OUTCOMES, AlertWebhook
 from warmroute.app.live_page import PageFiles
+from warmroute.app.metrics import page as metrics
 from warmroute.app.metrics.exposition import CONTENT_TYPE
 from warmroute.app.workers.combined_live import CombinedLive
 from warmroute.app.workers.combined_metrics import CombinedMetrics
