@@ -35,7 +35,7 @@ log = EventLog("warmroute.scaling")
 
 
 class ScalingStats(msgspec.Struct, frozen=True):
-    """For the metrics."""
+    """What the metrics page shows of scaling."""
 
     desired_nodes: int
     states: dict[str, int]
@@ -47,9 +47,9 @@ class ScalingStats(msgspec.Struct, frozen=True):
     lost: int
     leading: bool
     pools: dict[Pool, PoolDecision]
-    """By role; empty where no node has one."""
+    """The decision of each pool; empty where no node has a role."""
     replay: PlannerStats | None = None
-    """None if the autoscaler goes by thresholds only."""
+    """What the searches by replay did; None if the autoscaler goes by thresholds only."""
 
 
 class RouterLease(LeaderLease, Protocol):
@@ -65,7 +65,7 @@ class RouterLease(LeaderLease, Protocol):
 
     def is_leader(self) -> bool: ...
     def start(self) -> None:
-        """Raises ConfigError if it cannot be used."""
+        """Begin to hold the lease or to wait for it. Raises ConfigError if the lease cannot be used."""
 
     async def close(self) -> None:
         """Let another router lead at once."""
@@ -77,8 +77,8 @@ class ScalingService:
         waiting: Callable[[], int], set_first_node_wait: Callable[[float], None],
         lease: RouterLease | None = None,
     ) -> None:  # fmt: skip
-        """`waiting`: number of requests that wait at the router. `lease`: if routers on several machines scale the
-        fleet in turn. Raises ConfigError if a provisioner cannot be created."""
+        """`waiting` returns the number of requests that wait at the router. `lease`: set if routers on several machines
+        scale the fleet in turn. Raises ConfigError if a provisioner cannot be created."""
         self._config = config
         self._fleet = fleet
         self.demand_meter = DemandMeter()
@@ -127,7 +127,8 @@ class ScalingService:
         return scaling.first_node_wait_s if nodes_come and not scaling.dry_run else 0.0
 
     def _check_lease(self) -> bool:
-        """Return whether this process leads. Notice if another router begins to, or a worker of this one."""
+        """Return whether this process leads. If another router begins to lead, or a worker of this one, requests wait
+        for a first node accordingly."""
         lease = self._lease
         assert lease is not None
         leads, leader_is_here = lease.is_leader(), lease.leader_is_here
@@ -224,6 +225,7 @@ class ScalingService:
         last = autoscaler.last_decision
         states = Counter(managed.state for managed in autoscaler.managed)
         return ScalingStats(
+            # Prometheus takes the maximum over routers: a stale number of a router that stopped leading must not be it.
             desired_nodes=autoscaler.desired_nodes if self.loop.leading else 0,
             states={state.value: states[state] for state in LifecycleState if state is not LifecycleState.TERMINATED},
             usd_per_hour=sum(node.config.usd_per_hour for node in self._fleet),
