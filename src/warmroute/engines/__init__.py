@@ -30,6 +30,7 @@ from warmroute.engines.vllm import VllmKvTransfer
 
 # Detects which engine a node runs, and finds the parser of its metrics page.
 
+# The order of detection: the first engine whose marker is on the page.
 _ENGINES = {"vllm": vllm, "sglang": sglang, "trtllm": trtllm}
 
 
@@ -108,6 +109,7 @@ def parse_model_cards(cards: Sequence[dict[str, Any]]) -> ServedModels | None:
     bases = [card for card in cards if not card.get("parent")]
     if not bases:
         return None
+    # An engine serves one base model, under a few names. KV events do not say to which base a block belongs.
     base = bases[0]
     root = base.get("root")
     aliases = tuple(card["id"] for card in bases[1:] if root and card.get("root") == root)

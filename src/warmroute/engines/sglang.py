@@ -19,6 +19,7 @@ def parse_load(page: bytes) -> LoadReport:
     prompt_tokens = counter(page, b"sglang:prompt_tokens_total")
     cached_tokens = counter(page, b"sglang:cached_tokens_total")
     queue_time_s = counter(page, b"sglang:queue_time_seconds_sum")
+    # SGLang's TTFT begins at arrival. Less the time in the queue, it is about the prefill.
     prefill_time_s = less(counter(page, b"sglang:time_to_first_token_seconds_sum"), queue_time_s)
     return LoadReport(
         running=total(page, b"sglang:num_running_reqs"),
@@ -71,6 +72,8 @@ class SglangKvTransfer:
     ) -> Mapping[str, bytes]:
         return self._fields(prefill_node, room)
 
+    # Nothing to carry over: the engines meet at the bootstrap server. Not None, which would mean that the prefill
+    # failed.
     def read_transfer(self, response: bytes) -> bytes | None:
         return b"{}"
 

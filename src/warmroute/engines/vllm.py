@@ -17,7 +17,7 @@ MARKERS = (b"vllm:num_requests_running",)
 
 
 KV_CONNECTOR_METRICS: Final = b"\nvllm:nixl_"
-"""In the metrics of an engine with NixlConnector, which can transfer KV cache."""
+"""The first characters of metrics that an engine has only with NixlConnector, which can transfer KV cache."""
 
 
 def parse_load(page: bytes) -> LoadReport:
@@ -51,6 +51,7 @@ def _cache_size(page: bytes) -> tuple[int, int]:
     for config in labels(page, b"vllm:cache_config_info"):
         block_size = whole_number(config.get(b"block_size"))
         tokens = whole_number(config.get(b"kv_cache_size_tokens"))
+        # Not every release reports tokens. Each rank has a sample of its own.
         capacity_tokens += tokens or whole_number(config.get(b"num_gpu_blocks")) * block_size
     return block_size, capacity_tokens
 
@@ -104,10 +105,13 @@ def one_token_fields(fields: Container[str]) -> dict[str, bytes]:
         return values
     if "max_completion_tokens" in fields:
         values["max_completion_tokens"] = b"1"
+    # Chat completions have two names for the limit, and vLLM takes whichever is set. Each that the client set has to be
+    # overwritten.
     if "max_tokens" in fields or "max_completion_tokens" not in fields:
         values["max_tokens"] = b"1"
     if "stream_options" in fields:
         values["stream_options"] = b"null"  # not allowed without stream
     if "min_tokens" in fields:
+        # `min_tokens` above `max_tokens` is an error 400.
         values["min_tokens"] = b"0"
     return values
