@@ -48,9 +48,11 @@ from warmroute.event_log import EventLog
 log = EventLog("warmroute.capture")
 
 MAX_STREAMS: Final = 4
+"""Streams of captures at a time. Each holds lines in memory for a client that may be slow."""
 MAX_UNREAD_BYTES: Final = 64 << 20
-"""What the client has not read. Beyond it, the stream lacks requests."""
+"""Bytes that the client may leave unread. Beyond them, the stream leaves out requests."""
 KEEP_ALIVE_S: Final = 1.0
+"""An empty line shows a client that waits that the stream lives, and the router that the client does."""
 
 
 class CaptureStreams:
@@ -287,7 +289,7 @@ _new_role: Final = msgspec.json.Decoder(_NewRole)
 
 
 class Operations(Protocol):
-    """What the admin API asks the service to do."""
+    """What the service does for the admin API."""
 
     def add_node(self, config: NodeConfig) -> Node: ...
     def remove_node(self, name: str) -> Node: ...

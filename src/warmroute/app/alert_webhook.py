@@ -31,15 +31,18 @@ MAX_QUEUED: Final = 64
 MAX_SENT: Final = 16
 """Changes in one POST."""
 TIMEOUT_S: Final = 5.0
-"""Of one POST, in all."""
+"""Time of one POST, from the connection to the response."""
 PAUSES_S: Final = (1.0, 4.0, 15.0)
-"""Before each further attempt."""
+"""Pauses before the second, third and fourth attempt."""
 BETWEEN_S: Final = 1.0
 """Time after a POST before the next one: an alert that comes and goes sends no more."""
 CLOSE_TIMEOUT_S: Final = 2.0
+"""How long the end of the process waits for the last alerts."""
 CLOSE_CHECK_S: Final = 0.02
 RESPONSE_BYTES: Final = 65_536
+"""Nothing in a receiver's response matters but its status."""
 MAX_TEXT: Final = 3000
+"""Chat services cut longer messages."""
 
 OUTCOMES: Final = ("sent", "failed", "dropped")
 

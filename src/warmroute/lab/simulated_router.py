@@ -145,7 +145,7 @@ class PolicyListener:
     tells_replicas: bool = False
     """Whether several routers with this policy tell each other of their requests."""
     poll_interval_s: float | None = None
-    """Its own interval between two polls of a node; None for that of the conditions."""
+    """The peer's own interval between two polls of a node; None for the interval of the conditions."""
 
     def node_joined(self, node: Node, block_size: int, num_blocks: int) -> None:
         """A node joined the fleet, with a cache of this size."""

@@ -28,7 +28,7 @@ from warmroute.scaling.fleet_plan import RECENT_SHARE, excess
 # was best at the size before, one node more or less, until neither is better.
 
 START_SHARE = 0.5
-"""Of prefill nodes, in the first fleet that is replayed."""
+"""Share of prefill nodes in the first fleet that is replayed."""
 MIN_IMPROVEMENT = 0.01
 """Doubling the fleet has not helped if it shortens the TTFT by less than this fraction."""
 
@@ -192,10 +192,11 @@ def _best_split(nodes: int, share: float, limits: Limits, run: Callable[[int, in
 # ANSWER_MS_PER_TOKEN for each token, and the next turn of a conversation follows it.
 
 ANSWER_MS_PER_TOKEN = 20.0
+"""What an answer takes for each token, before anything was simulated: 50 tokens a second."""
 RISING = 1.25
 """The load rises if the second half of the measured time has this many times as many requests as the first half."""
 ERRORS = 3.0
-"""A difference of the two by fewer standard errors is chance."""
+"""The two halves of the measured time may differ by this many standard errors by chance."""
 
 
 def expected_arrivals(setup: Setup) -> Iterator[tuple[float, WorkloadPrompt]]:

@@ -125,11 +125,11 @@ class NodeFacts:
     """Whether the router would detect the engine, too."""
     version: str = ""
     is_simulated: bool = False
-    """Whether it is `warmroute engine`."""
+    """Whether the node is `warmroute engine`."""
     load: LoadReport | None = None
     server_info: dict[str, Any] = field(default_factory=dict)
     endpoints: list[KvEndpoint] | None = None
-    """Where it publishes KV events; None if it does not say."""
+    """Where the node publishes KV events; None if it does not say."""
     block_size: int = 0
     prefix_caching: bool | None = None
 
@@ -205,7 +205,7 @@ async def _version(facts: NodeFacts, http: NodeHttp) -> str:
 
 
 async def _ask_kv_events(facts: NodeFacts, http: NodeHttp, reported: ReportedValues) -> None:
-    """As engines/kv_subscription.py does."""
+    """Ask a node where it publishes KV events, as engines/kv_subscription.py does."""
     config, host = facts.config, urlsplit(facts.config.url).hostname or ""
     if config.kv_events not in ("auto", "off"):
         facts.endpoints = configured_endpoints(config.kv_events, config.kv_replay, host)
@@ -257,11 +257,15 @@ def _object(answer: Answer) -> dict[str, Any]:
 # request is sent once more.
 
 CONNECT_S: Final = 2.0
+"""A firewall that drops packets answers nothing at all."""
 SUBSCRIBE_S: Final = 0.5
 """Time for a subscription to reach the engine. Events before that are lost."""
 EVENT_S: Final = 3.0
+"""How long the doctor waits for a KV event after the response."""
 REQUEST_S: Final = 120.0
+"""A cold engine compiles kernels for its first request."""
 _DEFAULT_BLOCK: Final = 64
+"""Block size that is assumed where the node does not report its own. The prompt fills two such blocks."""
 
 
 @dataclass(frozen=True, slots=True)

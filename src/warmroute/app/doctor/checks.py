@@ -76,6 +76,7 @@ class Report:
 # What a node's answers mean for the router, and what to change. No I/O.
 
 MAX_CLOCK_SKEW_S = 2.0
+"""The date of a response has whole seconds, and the way to the node takes some of one."""
 
 
 def reachable(facts: NodeFacts, health_path: str) -> Check:

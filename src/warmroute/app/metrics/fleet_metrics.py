@@ -254,7 +254,7 @@ def add_islands(page: Page, islands: IslandRegistry) -> None:
 
 
 class PlannerStats(Protocol):
-    """Of scaling by replay."""
+    """What the searches by replay did."""
 
     searches: int
     failures: int

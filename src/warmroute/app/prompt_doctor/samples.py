@@ -225,9 +225,9 @@ class Position(NamedTuple):
 
 class MaskedPart(NamedTuple):
     part: Part
-    """As sent."""
+    """Text of the part as the client sent it."""
     raw: str
-    """Its text: that of a tool with its fields sorted."""
+    """Text of the part; a tool's with its fields sorted."""
     spans: list[Span]
     """Volatile text in `raw`."""
     text: str
@@ -369,12 +369,13 @@ MAX_ROUTES: Final = 64
 MAX_PENDING: Final = 256
 """Sampled requests without a complete response. The oldest are dropped first."""
 MAX_PENDING_BYTES: Final = 16 << 20
+"""Memory for the bodies of sampled requests without a complete response."""
 MAX_RECENT: Final = 64
 """Samples of a route that are compared."""
 MAX_OLDER: Final = 30
 """Samples that are kept longer, to see how prompts have changed."""
 OLDER_S: Final = 60.0
-"""Time between two of these."""
+"""Time between two of the MAX_OLDER samples."""
 
 RouteKey = tuple[str, str]
 """Model and route, as core/traffic.py counts them."""
@@ -401,18 +402,18 @@ class PromptSample:
         self, samples: PromptSamples, draw: _Draw, path: bytes, body: bytes, tenant: str, arrived_s: float
     ) -> None:
         self.samples: PromptSamples | None = samples
-        """None once it is complete or dropped."""
+        """The samples that it belongs to; None once it is complete or dropped."""
         self.draw = draw
         self.number = 0
-        """Of the route's samples, in the order in which the doctor got them."""
+        """Number of the sample among the route's, in the order in which the doctor got them."""
         self.path = path
         self.body = body
-        """Empty once the doctor has read it."""
+        """The request's body; empty once the doctor has read it."""
         self.tenant = tenant
         self.arrived_s = arrived_s
         self.prompt: MaskedPrompt | None = None
         self.tokens = b""
-        """As the router read them, four bytes each."""
+        """The prompt's tokens as the router read them, four bytes each."""
         self.prompt_tokens = 0
         self.cached_tokens: int | None = None
         """None if neither the node nor the router knows it. Then the prompt is not compared."""

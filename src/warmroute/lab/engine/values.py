@@ -51,7 +51,7 @@ class Finished(msgspec.Struct, frozen=True, gc=False):
     cached_tokens: int
     """Prompt tokens that were not computed, from the GPU cache or the CPU tier."""
     reloaded_tokens: int
-    """Those of `cached_tokens` that came from the CPU tier."""
+    """The part of `cached_tokens` that came from the CPU tier."""
     output_tokens: int
     preemptions: int
     arrived_ms: float
