@@ -14,7 +14,7 @@ from urllib.parse import parse_qs, unquote
 import msgspec
 
 from warmroute._kernel import RequestHead
-from warmroute.app.capture import Capture
+from warmroute.app.capture import TrafficCapture
 from warmroute.app.journal import describe, describe_decision, describe_last_failure
 from warmroute.app.live_page import PAGE_PATHS, LiveFeed, PageFiles
 from warmroute.app.metrics.exposition import Scrapes
@@ -56,7 +56,7 @@ KEEP_ALIVE_S: Final = 1.0
 
 
 class CaptureStreams:
-    def __init__(self, capture: Capture) -> None:
+    def __init__(self, capture: TrafficCapture) -> None:
         self._capture = capture
         self._open = 0
 
@@ -288,7 +288,7 @@ _any: Final = msgspec.json.Decoder()
 _new_role: Final = msgspec.json.Decoder(_NewRole)
 
 
-class Operations(Protocol):
+class AdminOperations(Protocol):
     """What the service does for the admin API."""
 
     def add_node(self, config: NodeConfig) -> Node: ...
@@ -324,7 +324,7 @@ class AdminApi:
         decisions: Decisions,
         live: LiveFeed,
         captures: CaptureStreams,
-        operations: Operations,
+        operations: AdminOperations,
         token_sha256: str,
     ) -> None:
         self._fleet = fleet

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from warmroute.app.alerts import SEVERITIES
-from warmroute.config import Alerts as AlertsConfig
+from warmroute.config import Alerts
 from warmroute.event_log import EventLog, where_it_failed
 from warmroute.http_client import request
 
@@ -50,7 +50,7 @@ Json = dict[str, Any]
 
 
 class AlertWebhook:
-    def __init__(self, config: AlertsConfig, secret: str) -> None:
+    def __init__(self, config: Alerts, secret: str) -> None:
         """`secret`: the value of the header; empty: the header is not sent."""
         self._url = config.webhook_url
         self._host = urlsplit(config.webhook_url).hostname or ""
@@ -137,7 +137,7 @@ class AlertWebhook:
         return f"HTTP status {status}", status >= 500 or status in (408, 425, 429)
 
 
-def create_webhook(config: AlertsConfig) -> AlertWebhook | None:
+def create_webhook(config: Alerts) -> AlertWebhook | None:
     """Return None if no URL is configured."""
     if not config.webhook_url:
         return None

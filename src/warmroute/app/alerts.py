@@ -52,9 +52,9 @@ class Alert(msgspec.Struct, frozen=True, kw_only=True):
     after_s: float = 0.0
     """For how long the problem must last before it is shown."""
     since_s: float = 0.0
-    """Set by `Alerts`, on the router's clock."""
+    """Set by `ActiveAlerts`, on the router's clock."""
     ended_s: float = 0.0
-    """Set by `Alerts`, on the router's clock; 0 while the alert is active."""
+    """Set by `ActiveAlerts`, on the router's clock; 0 while the alert is active."""
 
     @property
     def name(self) -> str:
@@ -65,7 +65,7 @@ AlertSource = Callable[[float], Iterable[Alert]]
 """Takes the current time."""
 
 
-class Alerts:
+class ActiveAlerts:
     def __init__(self, *sources: AlertSource) -> None:
         self.sources = list(sources)
         self.current: tuple[Alert, ...] = ()

@@ -19,7 +19,7 @@ import msgspec
 from warmroute._kernel import TOKEN_BYTES, capture_ids
 from warmroute.app.log import append_all, size_of
 from warmroute.blocking import run_in_thread
-from warmroute.config import Capture as CaptureConfig
+from warmroute.config import Capture
 from warmroute.config.routing import PRIORITY_NAMES
 from warmroute.core.calls import Call
 from warmroute.core.messages import Outcome, RoutingRequest, Usage
@@ -327,8 +327,8 @@ class _Target:
         self.written = self.written_bytes = self.dropped = 0
 
 
-class Capture:
-    def __init__(self, config: CaptureConfig, counters: Counters, now: Callable[[], float] = time.monotonic) -> None:
+class TrafficCapture:
+    def __init__(self, config: Capture, counters: Counters, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
         self._counters = counters
         self._pending: list[CapturedCall] = []
@@ -339,10 +339,10 @@ class Capture:
         self._write_lock = threading.Lock()
         self.on = False
         """Whether anything is captured."""
-        self.config = CaptureConfig()
+        self.config = Capture()
         self.reconfigure(config)
 
-    def reconfigure(self, config: CaptureConfig) -> None:
+    def reconfigure(self, config: Capture) -> None:
         """A changed configuration ends the capture to files and begins another one, with a new key."""
         before, self.config = self.config, config
         if config == before:
@@ -502,7 +502,7 @@ def _log_failure(path: Path, error: Exception) -> None:
 # Lets the capture record the recent traffic for scaling by replay.
 
 
-def record_recent_traffic(capture: Capture, traffic: RecentTraffic | None) -> None:
+def record_recent_traffic(capture: TrafficCapture, traffic: RecentTraffic | None) -> None:
     """`traffic`: None if the autoscaler goes by thresholds only."""
     if traffic is not None:
         capture.start(traffic, CaptureRun(BLOCK_TOKENS, traffic.started_s), internal=True)

@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from warmroute import __version__, build
-from warmroute.app.alerts import Alerts, describe_alert
+from warmroute.app.alerts import ActiveAlerts, describe_alert
 from warmroute.app.history import COARSE_S, FINE_S, History, Point, Sums, Window, sums_of
 from warmroute.app.journal import describe, describe_failed, describe_last_failure
 from warmroute.config.routing import PRIORITY_NAMES
@@ -65,7 +65,7 @@ class LiveSnapshot:
         queue: AdmissionQueue,
         traffic: Traffic,
         history: History,
-        alerts: Alerts,
+        alerts: ActiveAlerts,
         client_errors: ClientErrors,
         decisions: LastDecisions,
         describe_policy: Callable[[], str],

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from warmroute._kernel import Histogram, exit_after_signal, set_exit_deadline
 from warmroute.app.alert_webhook import AlertWebhook
-from warmroute.app.alerts import Alerts, describe_alert
+from warmroute.app.alerts import ActiveAlerts, describe_alert
 from warmroute.app.history import FINE_S, History
 from warmroute.config import ConfigError, Shutdown
 from warmroute.core.cache_view import CacheView
@@ -244,7 +244,7 @@ async def run_clean_up(cache_view: CacheView, tokenizer_registry: TokenizerRegis
             log.exception("clean_up_failed", "The router tries again.")
 
 
-async def run_history(history: History, alerts: Alerts, webhook: AlertWebhook | None) -> None:
+async def run_history(history: History, alerts: ActiveAlerts, webhook: AlertWebhook | None) -> None:
     """Keep the history of the live page, look for problems, and tell the operator's webhook of them."""
     next_alerts_s = 0.0
     while True:

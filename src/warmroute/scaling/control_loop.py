@@ -270,7 +270,7 @@ MAX_RETRY_S: Final = 60.0
 paid for."""
 
 
-class NodeRegistry(Protocol):
+class ScalingNodes(Protocol):
     """The service's nodes: added, removed, drained and given roles, in all processes."""
 
     def add_node(self, config: NodeConfig) -> Node: ...
@@ -299,7 +299,7 @@ class ControllerLoop:
         autoscaler: Autoscaler,
         clients: Sequence[ProvisionerClient],
         fleet: Fleet,
-        nodes: NodeRegistry,
+        nodes: ScalingNodes,
         prefiller: PrefixPrefiller,
         now: Callable[[], float] = time.monotonic,
         is_leader: Callable[[], bool] = lambda: True,

@@ -103,12 +103,12 @@ def mean_of(one: ReplayedFleet, other: ReplayedFleet, objective: Objective) -> R
     return msgspec.structs.replace(fleet, excess=worst if is_worse else _excess_of(fleet, objective))
 
 
-def judged_excess(fleet: ReplayedFleet, objective: Objective, unusual_ms: float) -> float:
-    """Return the excess of a fleet whose TTFT p90 is reduced by `unusual_ms`. A replay that was stopped, or lost
+def judged_excess(fleet: ReplayedFleet, objective: Objective, above_baseline_ms: float) -> float:
+    """Return the excess of a fleet whose TTFT p90 is reduced by `above_baseline_ms`. A replay that was stopped, or lost
     requests, is not reduced: its requests wait."""
-    if not unusual_ms or _is_worse(fleet, objective):
+    if not above_baseline_ms or _is_worse(fleet, objective):
         return fleet.excess
-    return _excess_of(fleet, objective, unusual_ms)
+    return _excess_of(fleet, objective, above_baseline_ms)
 
 
 def _is_worse(fleet: ReplayedFleet, objective: Objective) -> bool:
@@ -116,8 +116,8 @@ def _is_worse(fleet: ReplayedFleet, objective: Objective) -> bool:
     return fleet.excess > 1.001 * _excess_of(fleet, objective)
 
 
-def _excess_of(fleet: ReplayedFleet, objective: Objective, unusual_ms: float = 0.0) -> float:
-    ttft_p90_ms = None if fleet.ttft_p90_ms is None else max(0.0, fleet.ttft_p90_ms - unusual_ms)
+def _excess_of(fleet: ReplayedFleet, objective: Objective, above_baseline_ms: float = 0.0) -> float:
+    ttft_p90_ms = None if fleet.ttft_p90_ms is None else max(0.0, fleet.ttft_p90_ms - above_baseline_ms)
     return excess(objective, ttft_p90_ms, fleet.ttft_p99_ms, fleet.inter_token_p90_ms, fleet.good_ratio)
 
 
@@ -140,7 +140,7 @@ class PlanRequest(msgspec.Struct, kw_only=True):
     """The fraction of the fleet's requests that is in the recorded traffic: other routers send the rest."""
     target_excess: float = 1.0
     """The `target_excess` of the last plan: above 1 if no fleet meets the objective."""
-    usual_floor_ms: float | None = None
+    baseline_ttft_ms: float | None = None
     """The baseline: the usual TTFT p90 of a fleet on which hardly any request waits (replay_planner.py)."""
     known: tuple[ReplayedFleet, ...] = ()
     """Replays of the last minutes, which need not be repeated if they are clear enough."""
@@ -169,7 +169,7 @@ class FleetPlan(msgspec.Struct, kw_only=True):
     """Above 1 if no fleet meets the objective: then the plan is the smallest fleet that comes close to the best."""
     floor_ms: float | None = None
     """The TTFT p90 of a fleet that is so large that hardly any request waits, if it was replayed."""
-    unusual_ms: float = 0.0
+    above_baseline_ms: float = 0.0
     """By how much `floor_ms` is above the baseline. This part of a fleet's TTFT p90 does not count."""
     rises: bool = False
     """Whether the load rises more than chance explains."""
@@ -238,14 +238,14 @@ class FleetPlan(msgspec.Struct, kw_only=True):
             parts.append(f"{self._named(smaller)}: {describe(smaller, objective)}")
         if self.larger is not None and _same(chosen.arrivals_per_s, self.larger.arrivals_per_s):
             parts.append(_saving(chosen, self.larger))
-        if self.unusual_ms > MENTIONED * objective.ttft_p90_ms:
-            longer = duration(self.unusual_ms)
+        if self.above_baseline_ms > MENTIONED * objective.ttft_p90_ms:
+            longer = duration(self.above_baseline_ms)
             parts.append(
                 f"{longer} of each TTFT p90 do not count: many more nodes also take {longer} longer than usual"
             )
         if self.target_excess > 1.0:
             parts.append("no fleet meets the objective: more nodes would hardly help")
-        elif judged_excess(chosen, objective, self.unusual_ms) > 1.0:
+        elif judged_excess(chosen, objective, self.above_baseline_ms) > 1.0:
             parts.append("the limits allow no fleet that meets the objective")
         return "; ".join(parts)
 
@@ -255,7 +255,7 @@ class FleetPlan(msgspec.Struct, kw_only=True):
         smaller = [
             one
             for one in self.fleets
-            if one.nodes < nodes and judged_excess(one, objective, self.unusual_ms) <= self.target_excess
+            if one.nodes < nodes and judged_excess(one, objective, self.above_baseline_ms) <= self.target_excess
         ]
         larger = [one for one in self.fleets if one.nodes > nodes]
         return max(smaller, key=lambda one: one.nodes, default=None) or min(

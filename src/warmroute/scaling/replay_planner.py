@@ -39,25 +39,25 @@ from warmroute.scaling.recent_traffic import BLOCK_TOKENS, RecentTraffic, framed
 #
 # Some minutes have longer prompts than others, by chance. They take longer on a fleet of any size, and the next minutes
 # have other prompts. So a search by replay compares this floor with the usual one, and does not count the difference
-# (lab/planning/search.py). The usual floor is a mean over time that fades: what was measured FADE_WINDOWS times
+# (lab/planning/search.py). The baseline is a mean over time that fades: what was measured FADE_WINDOWS times
 # `scaling.replay.window_s` ago counts 1/e. It begins with an assumption that counts as one window: the first minutes
 # say little about what is usual.
 
 FADE_WINDOWS: Final = 4.0
 """With windows of 30 minutes, a measurement of two hours ago counts 1/e."""
-ASSUMED: Final = 0.75
+ASSUMED_SHARE_OF_LIMIT: Final = 0.75
 """The first baseline, as a share of the limit of the TTFT p90."""
 
 
-class UsualFloor(msgspec.Struct):
+class BaselineTtft(msgspec.Struct):
     _sum: float
     _weight_s: float
     _updated_s: float = -inf
 
     @classmethod
-    def assumed(cls, limit_ms: float, window_s: float) -> UsualFloor:
+    def assumed(cls, limit_ms: float, window_s: float) -> BaselineTtft:
         """Return the baseline before anything was measured. `limit_ms`: the objective's limit of the TTFT p90."""
-        return cls(ASSUMED * limit_ms * window_s, window_s)
+        return cls(ASSUMED_SHARE_OF_LIMIT * limit_ms * window_s, window_s)
 
     @property
     def ttft_ms(self) -> float:
@@ -98,7 +98,7 @@ PREDICT_EVERY: Final = 3
 """One search in this many also predicts the current fleet's TTFT, and says what a larger fleet would save."""
 MAX_ERROR: Final = 2.0
 """Largest ratio of a predicted and an observed time."""
-MATTERS: Final = 0.5
+MIN_SHARE_OF_LIMIT: Final = 0.5
 """A wrong prediction counts only if one of the two is above this fraction of the objective."""
 DEFAULT_LIMIT_MS: Final = 2000.0
 """The limit with which predictions are judged if the objective has none."""
@@ -113,8 +113,8 @@ MIN_STAY: Final = 0.9
 """Plans of less time than this fraction of the time whose arrivals they expect again (RECENT_SHARE) make no node
 spare."""
 SOON_INTERVALS: Final = 0.4
-ONLY_JUST: Final = 0.8
-"""If the load rises, and the excess of the planned fleet is above ONLY_JUST, the next search starts after
+CLOSE_SHARE_OF_LIMIT: Final = 0.8
+"""If the load rises, and the excess of the planned fleet is above CLOSE_SHARE_OF_LIMIT, the next search starts after
 SOON_INTERVALS times the interval: a node takes minutes to start."""
 RECENT_S: Final = 300.0
 """If the arrivals of this last time exceed the plan, a search starts early."""
@@ -193,7 +193,7 @@ class ReplayPlanner:
         """Arrivals per second that the plan allows for, as the meter counts them."""
         self._wrong = self._right = 0
         self._unreachable_s = float("-inf")
-        self._usual_floor = self._assumed_floor()
+        self._baseline_ttft = self._assumed_baseline()
         self._failing = False
         self.problem = "no replay has ended yet"
         """Why there is no plan; empty if there is one."""
@@ -208,12 +208,12 @@ class ReplayPlanner:
         """Begin again: what was found before, and what a running search finds, does not count any more."""
         self._generation += 1
         self._known.clear()
-        self._usual_floor = self._assumed_floor()
+        self._baseline_ttft = self._assumed_baseline()
         self._forget_plan()
         self._started_s = self._unreachable_s = float("-inf")
 
-    def _assumed_floor(self) -> UsualFloor:
-        return UsualFloor.assumed(self.config.objective.ttft_p90_ms, self.config.replay.window_s)
+    def _assumed_baseline(self) -> BaselineTtft:
+        return BaselineTtft.assumed(self.config.objective.ttft_p90_ms, self.config.replay.window_s)
 
     def _forget_plan(self, problem: str = "") -> None:
         """Forget the plan, and what earlier ones wanted: other things may have happened between them and the next
@@ -262,7 +262,7 @@ class ReplayPlanner:
         request.share = self._share()
         # The plan is used after the search, not when it begins: the node comes that much later.
         request.lead_s += self._search_s
-        request.usual_floor_ms = self._usual_floor.ttft_ms
+        request.baseline_ttft_ms = self._baseline_ttft.ttft_ms
         while self._known and self._known[0][0] < now_s - KNOWN_S:
             self._known.popleft()
         request.known = tuple(fleet for _, fleet in reversed(self._known))
@@ -293,7 +293,7 @@ class ReplayPlanner:
         fleet = plan.fleet(plan.desired_nodes)
         if fleet is None:
             return False
-        return ONLY_JUST < judged_excess(fleet, self.config.objective, plan.unusual_ms) <= 1.0
+        return CLOSE_SHARE_OF_LIMIT < judged_excess(fleet, self.config.objective, plan.above_baseline_ms) <= 1.0
 
     def _arrivals_per_s(self, since_s: float, until_s: float) -> float:
         """Return what the meter counted between two times, as far as they are known."""
@@ -329,7 +329,7 @@ class ReplayPlanner:
             self._failing = False
             log.info("scaling_replay_recovered", "The autoscaler goes by replay again.")
         if plan.floor_ms is not None:
-            self._usual_floor.record(plan.floor_ms, started_s, plan.measured_s, self.config.replay.window_s)
+            self._baseline_ttft.record(plan.floor_ms, started_s, plan.measured_s, self.config.replay.window_s)
         stats.replays += plan.replays
         stats.cpu_s += plan.cpu_s
         self._search_s = plan.cpu_s / self.config.replay.cpu_share
@@ -452,7 +452,7 @@ class _Compared(msgspec.Struct, frozen=True):
     @property
     def is_wrong(self) -> bool:
         larger, smaller = max(self.predicted_ms, self.observed_ms), min(self.predicted_ms, self.observed_ms)
-        return larger > MAX_ERROR * max(1e-3, smaller) and larger > MATTERS * self.limit_ms
+        return larger > MAX_ERROR * max(1e-3, smaller) and larger > MIN_SHARE_OF_LIMIT * self.limit_ms
 
 
 def _difference(after: array[int], before: array[int]) -> list[int]:

@@ -21,7 +21,7 @@ from warmroute.core.fleet import Fleet
 from warmroute.core.hot_prefixes import HotPrefixes
 from warmroute.event_log import EventLog
 from warmroute.scaling.autoscaler import POOLS, Autoscaler
-from warmroute.scaling.control_loop import ControllerLoop, LeaderLease, NodeRegistry, Post, PrefixPrefiller
+from warmroute.scaling.control_loop import ControllerLoop, LeaderLease, Post, PrefixPrefiller, ScalingNodes
 from warmroute.scaling.fleet_plan import router_settings
 from warmroute.scaling.lease import LeaderLock
 from warmroute.scaling.node_lifecycle import LifecycleState
@@ -73,7 +73,7 @@ class RouterLease(LeaderLease, Protocol):
 
 class ScalingService:
     def __init__(
-        self, config: Config, fleet: Fleet, cache_view: CacheView, nodes: NodeRegistry, post: Post,
+        self, config: Config, fleet: Fleet, cache_view: CacheView, nodes: ScalingNodes, post: Post,
         waiting: Callable[[], int], set_first_node_wait: Callable[[float], None],
         lease: RouterLease | None = None,
     ) -> None:  # fmt: skip
@@ -315,7 +315,7 @@ class ScalingService:
                 "desired_nodes": plan.desired_nodes,
                 "growth": round(plan.growth, 3),
                 "floor_ttft_p90_ms": round(plan.floor_ms, 1) if plan.floor_ms is not None else None,
-                "unusual_ms": round(plan.unusual_ms, 1),
+                "above_baseline_ms": round(plan.above_baseline_ms, 1),
                 "cpu_s": round(plan.cpu_s, 2),
                 "fleets": msgspec.to_builtins([*plan.fleets, *([plan.larger] if plan.larger is not None else [])]),
             },

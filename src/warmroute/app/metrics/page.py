@@ -13,7 +13,7 @@ from typing import Final, Protocol
 from warmroute import __version__, build
 from warmroute._kernel import TIME_BOUNDS_MS, RouteTraffic
 from warmroute.app.alert_webhook import OUTCOMES, AlertWebhook
-from warmroute.app.alerts import Alerts
+from warmroute.app.alerts import ActiveAlerts
 from warmroute.app.hit_rate import HitRateAlerts
 from warmroute.app.metrics import Metric, counter, declared, extension, gauge, histogram, process
 from warmroute.app.metrics.exposition import (
@@ -33,7 +33,7 @@ from warmroute.app.metrics.fleet_metrics import (
     add_scaling,
 )
 from warmroute.app.process import LoopDelay
-from warmroute.app.prompt_doctor import PromptDoctor
+from warmroute.app.prompt_doctor import PromptComparison
 from warmroute.config.routing import PRIORITY_NAMES
 from warmroute.core.cache_view import CacheView
 from warmroute.core.calls import OUTCOMES as SPLIT_OUTCOMES
@@ -394,7 +394,7 @@ CONFIG_RELOADED: Final = gauge(
 
 class RouterMetrics:
     def __init__(
-        self, reloads: Reloads, loop_delay: LoopDelay, alerts: Alerts, decisions: Mapping[tuple[str, str], int],
+        self, reloads: Reloads, loop_delay: LoopDelay, alerts: ActiveAlerts, decisions: Mapping[tuple[str, str], int],
         webhook: AlertWebhook | None, traces: TraceSampling | None,
     ) -> None:  # fmt: skip
         """`decisions`: by policy and reason. `traces`: None if tracing is off."""
@@ -541,7 +541,7 @@ PROMPTS_LOST: Final = gauge(
 
 
 class HitRateMetrics:
-    def __init__(self, alerts: HitRateAlerts, doctor: PromptDoctor) -> None:
+    def __init__(self, alerts: HitRateAlerts, doctor: PromptComparison) -> None:
         self._alerts = alerts
         self._doctor = doctor
 

@@ -82,7 +82,7 @@ class _Counted(NamedTuple):
     """Number of the last sample."""
 
 
-class PromptDoctor:
+class PromptComparison:
     def __init__(
         self,
         requests: Callable[[RouteKey], int],

@@ -33,7 +33,7 @@ SYSTEM_ROLES: Final = ("system", "developer")
 PartKind = Literal["message", "tool", "system", "instructions", "prompt"]
 
 
-class Part(NamedTuple):
+class PromptPart(NamedTuple):
     kind: PartKind
     number: int
     """Position in the list of messages or tools."""
@@ -43,7 +43,7 @@ class Part(NamedTuple):
 
 
 class PromptParts(NamedTuple):
-    parts: list[Part]
+    parts: list[PromptPart]
     is_cut: bool
     """Whether the prompt has more text than the parts."""
 
@@ -53,7 +53,7 @@ def read_parts(path: bytes, body: bytes) -> PromptParts | None:
     request = read_request_body(path, body)
     if request is None:
         return None
-    parts: list[Part] = []
+    parts: list[PromptPart] = []
     left = MAX_CHARACTERS
     try:
         for part in _parts(request):
@@ -67,14 +67,14 @@ def read_parts(path: bytes, body: bytes) -> PromptParts | None:
     return PromptParts(parts, False) if parts else None
 
 
-def _parts(request: RequestBody) -> Iterator[Part]:
+def _parts(request: RequestBody) -> Iterator[PromptPart]:
     fields = request.fields
     if "system" in fields:
-        yield Part("system", 0, "", _content(_value(request, "system")))
+        yield PromptPart("system", 0, "", _content(_value(request, "system")))
     if "instructions" in fields:
-        yield Part("instructions", 0, "", _content(_value(request, "instructions")))
+        yield PromptPart("instructions", 0, "", _content(_value(request, "instructions")))
     messages = _messages(request)
-    first: Part | None = None
+    first: PromptPart | None = None
     for first in messages:
         if first.role not in SYSTEM_ROLES:
             break
@@ -83,7 +83,7 @@ def _parts(request: RequestBody) -> Iterator[Part]:
     tools = _value(request, "tools")
     if isinstance(tools, list):
         for number, tool in enumerate(tools):
-            yield Part("tool", number, "", _json(tool))
+            yield PromptPart("tool", number, "", _json(tool))
     if first is not None:
         yield first
         yield from messages
@@ -92,7 +92,7 @@ def _parts(request: RequestBody) -> Iterator[Part]:
             yield from _prompt(_value(request, name))
 
 
-def _messages(request: RequestBody) -> Iterator[Part]:
+def _messages(request: RequestBody) -> Iterator[PromptPart]:
     if "messages" not in request.fields:
         return
     outline: Outline = request.outline
@@ -104,25 +104,25 @@ def _messages(request: RequestBody) -> Iterator[Part]:
         yield _message(number, decode_json(request.body, start, end))
 
 
-def _message(number: int, message: Any) -> Part:
+def _message(number: int, message: Any) -> PromptPart:
     if not isinstance(message, dict):
-        return Part("message", number, "", _json(message))
+        return PromptPart("message", number, "", _json(message))
     text = _content(message.get("content"))
     for name in ("reasoning_content", "tool_calls", "tool_call_id"):
         if message.get(name):
             text += f"\n{_content(message[name])}"
-    return Part("message", number, str(message.get("role", ""))[:20], text)
+    return PromptPart("message", number, str(message.get("role", ""))[:20], text)
 
 
-def _prompt(value: Any) -> Iterator[Part]:
+def _prompt(value: Any) -> Iterator[PromptPart]:
     """Yield a completion's first prompt, or the items of a response's input."""
     if isinstance(value, str):
-        yield Part("prompt", 0, "", value)
+        yield PromptPart("prompt", 0, "", value)
     elif isinstance(value, list) and value and isinstance(value[0], dict):
         for number, item in enumerate(value):
             yield _message(number, item)
     elif isinstance(value, list) and value and isinstance(value[0], str):
-        yield Part("prompt", 0, "", value[0])
+        yield PromptPart("prompt", 0, "", value[0])
 
 
 def _content(content: Any) -> str:
@@ -219,12 +219,12 @@ _PART_START: Final = "\ue0f2"
 class Position(NamedTuple):
     """A place in a prompt, as its client's author finds it."""
 
-    part: Part
+    part: PromptPart
     character: int
 
 
 class MaskedPart(NamedTuple):
-    part: Part
+    part: PromptPart
     """Text of the part as the client sent it."""
     raw: str
     """Text of the part; a tool's with its fields sorted."""
@@ -336,7 +336,7 @@ def _raw_offset(part: MaskedPart, offset: int) -> int:
     return max(0, offset + shift)
 
 
-def _sorted_tools(parts: list[Part]) -> list[tuple[str, Part]]:
+def _sorted_tools(parts: list[PromptPart]) -> list[tuple[str, PromptPart]]:
     """Return each part's text and the part, with the tools, and the fields within each, in a fixed order."""
     tools = [(_sorted_json(part.text), part) for part in parts if part.kind == "tool"]
     tools.sort(key=lambda tool: _masked(tool[0], list(volatile_spans(tool[0]))))

@@ -35,7 +35,7 @@ from warmroute.event_log import EventLog, where_it_failed
 log = EventLog("warmroute.discovery")
 
 
-class NodeRegistry(Protocol):
+class DiscoveryNodes(Protocol):
     """Adds nodes to the service, drains and removes them."""
 
     def add_node(self, config: NodeConfig) -> Node: ...
@@ -60,7 +60,7 @@ class _Discovered:
 
 
 class DiscoveredNodes:
-    def __init__(self, fleet: Fleet, registry: NodeRegistry) -> None:
+    def __init__(self, fleet: Fleet, registry: DiscoveryNodes) -> None:
         self._fleet = fleet
         self._registry = registry
         self._listed: dict[str, dict[Address, Target]] = {}
@@ -280,7 +280,7 @@ class SourceStatus:
 
 
 class DiscoveryService:
-    def __init__(self, fleet: Fleet, registry: NodeRegistry, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, fleet: Fleet, registry: DiscoveryNodes, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
         self.nodes = DiscoveredNodes(fleet, registry)
         self.sources: dict[str, SourceStatus] = {}

@@ -102,7 +102,7 @@ AMPLE_NODES: Final = 8
 """An ample fleet has at most this many nodes more, or AMPLE_SHARE of the current ones if that is more."""
 AMPLE_SHARE: Final = 0.5
 """A large fleet needs relatively few nodes more until hardly any request waits."""
-MAX_UNUSUAL: Final = 0.3
+MAX_ABOVE_BASELINE: Final = 0.3
 """Largest part of the limit of the TTFT p90 that is not counted because prompts are longer than usual."""
 REQUESTS_PER_NODE: Final = 25
 """Measured requests for each node that a search adds: what few requests say may be chance, and the next search
@@ -222,7 +222,7 @@ class _Search:
         self._start_s = cpu_s()
         self._fleets: list[ReplayedFleet] = []
         self._target = max(1.0, request.target_excess)
-        self._unusual_ms = 0.0
+        self._above_baseline_ms = 0.0
         """The part of every fleet's TTFT p90 that does not count."""
 
     @property
@@ -238,7 +238,7 @@ class _Search:
         current = self._run(nodes, up) if nodes else None
         if current is not None:
             plan.floor_ms = self._measure_floor(current, up)
-            plan.unusual_ms = self._unusual_ms
+            plan.above_baseline_ms = self._above_baseline_ms
             current = self._fleets[0] = self._again_if_narrow(current, nodes, up, None, 1.0)
         if self._target > 1.0 and current is not None:
             self._check_target(current, up)
@@ -284,7 +284,7 @@ class _Search:
 
     def _excess(self, fleet: ReplayedFleet) -> float:
         """Return the excess without what is unusual."""
-        return judged_excess(fleet, self._request.objective, self._unusual_ms)
+        return judged_excess(fleet, self._request.objective, self._above_baseline_ms)
 
     def _measure_floor(self, current: ReplayedFleet, load: float) -> float | None:
         """Return the TTFT p90 of a fleet on which hardly any request waits, and find out how unusual it is."""
@@ -292,8 +292,8 @@ class _Search:
         if not limit_ms or current.excess >= OVERLOADED or self._late:
             return None
         floor_ms = self._replay.run(_ample(request.nodes), load).ttft_p90_ms
-        if floor_ms is not None and request.usual_floor_ms is not None:
-            self._unusual_ms = min(MAX_UNUSUAL * limit_ms, max(0.0, floor_ms - request.usual_floor_ms))
+        if floor_ms is not None and request.baseline_ttft_ms is not None:
+            self._above_baseline_ms = min(MAX_ABOVE_BASELINE * limit_ms, max(0.0, floor_ms - request.baseline_ttft_ms))
         return floor_ms
 
     def _known(self, nodes: Sequence[FleetNode], load: float, offer: OfferKey | None) -> ReplayedFleet | None:
