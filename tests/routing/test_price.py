@@ -12,7 +12,7 @@ import pytest
 from routing_harness import MODEL, RoutingHarness, prompt
 
 from warmroute.config import Pricing
-from warmroute.core.messages import Lookup, SpecialPrompt
+from warmroute.core.messages import Lookup, PromptBatch
 from warmroute.core.node import Node, Ticket
 from warmroute.core.output_length import DEFAULT_TOKENS
 from warmroute.core.policies.price import MAX_CACHE_LISTS, PricePolicy
@@ -362,9 +362,9 @@ def test_the_prefix_of_a_node_that_is_not_crowded_gets_no_second_home() -> None:
 
 def list_of_prompts(count: int, tokens: int) -> Lookup:
     first, *others = [prompt(tokens, number) for number in range(1, count + 1)]
-    first.special = SpecialPrompt(others=tuple(others), prompts=count, total_tokens=count * tokens)
+    first.batch = PromptBatch(others=tuple(others), prompts=count, total_tokens=count * tokens)
     for other in others:
-        other.special = SpecialPrompt(total_tokens=tokens)
+        other.batch = PromptBatch(total_tokens=tokens)
     return first
 
 

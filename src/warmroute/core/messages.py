@@ -126,8 +126,9 @@ def namespace_seed(model: str, lora: str, block_size: int, tokenizer: str = "") 
     return int.from_bytes(digest.digest(), "little")
 
 
-class SpecialPrompt(msgspec.Struct, eq=False):
-    """What else there is to know of a prompt whose reported cached tokens cannot be compared with a prediction."""
+class PromptBatch(msgspec.Struct, eq=False):
+    """The prompts of a request that is not a single prompt which the engine takes as it is: several prompts, or one whose
+    cache the engine does not use. What it reports as cached cannot be compared with a prediction."""
 
     skips_cache: bool = False
     """Whether the engine prefills the whole prompt, whatever it has cached."""
@@ -136,7 +137,7 @@ class SpecialPrompt(msgspec.Struct, eq=False):
     prompts: int = 1
     """Number of the request's prompts."""
     total_tokens: int = 0
-    """Tokens of all of them."""
+    """Tokens of all the request's prompts."""
 
 
 class Lookup(msgspec.Struct, eq=False):
@@ -152,7 +153,7 @@ class Lookup(msgspec.Struct, eq=False):
     text: bool = False
     """Whether the prompt matches only prompts like itself, not the engine's blocks: `tokens` are bytes of its text, or
     the engine may truncate it."""
-    special: SpecialPrompt | None = None
+    batch: PromptBatch | None = None
     """Set where the request is not a single prompt that the engine takes as it is."""
     chains: dict[tuple[str, str, int], bytes] = {}
     """What `blocks` has computed."""

@@ -127,7 +127,7 @@ class Pairs:
         if decision.prices is None or not isinstance(policy, PricePolicy) or query.lookup is None:
             return self._by_load(decision, group) if decision.node.needs_partner else decision
         never = policy.split == "never" and not decision.node.needs_partner
-        if never or query.lookup.special is not None:  # several prompts, or one that the engine truncates
+        if never or query.lookup.batch is not None:  # several prompts, or one that the engine truncates
             return self._without_partner(decision, query, policy)
         engine = decision.node.engine
         trial = next((n for n in group.half_open_prefill if n.needs_trial_request and n.engine == engine), None)

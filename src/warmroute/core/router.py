@@ -17,7 +17,7 @@ from warmroute.core.fleet import Fleet
 from warmroute.core.group import Candidates, Group, is_outside_subset, within_subset
 from warmroute.core.hot_prefixes import HotPrefixes
 from warmroute.core.island_choice import IslandChoice
-from warmroute.core.messages import Lookup, RoutingRequest, SpecialPrompt
+from warmroute.core.messages import Lookup, PromptBatch, RoutingRequest
 from warmroute.core.node import Node, Ticket
 from warmroute.core.output_length import OutputLengthEstimate
 from warmroute.core.pairs import WHOLE, Pair, Pairs
@@ -250,19 +250,19 @@ class Router:
                 demand_meter.record_sent(ASSUMED_PROMPT_TOKENS, 0.0, ASSUMED_PROMPT_TOKENS, node.role == "prefill")
             return Ticket(node, now_s)
         request, lookup, cache_view = query.request, query.lookup, self._cache_view
-        special, others = lookup.special, None
+        batch, others = lookup.batch, None
         try:
             hits = query.known_hits
             hit = (hits if hits is not None else query.hits()).get(node.name)
             prediction = cache_view.record_routed(
                 query.group.model, lookup, node.name, hit, now_s, tell_peers=kind is not DecodeDispatch, counted=counted
             )
-            if special is not None and special.others:
-                others = self._predict_others(query, special, node, now_s)
+            if batch is not None and batch.others:
+                others = self._predict_others(query, batch, node, now_s)
         except Exception as error:
             cache_view.lookup_failed(error)
             return Ticket(node, now_s)
-        tokens = lookup.token_count if special is None else special.total_tokens
+        tokens = lookup.token_count if batch is None else batch.total_tokens
         cached = hit.expected if hit is not None else 0.0
         new = tokens - cached
         new_work = work(new, cached) if others is None else others.work(new, cached)
@@ -296,11 +296,11 @@ class Router:
             int(new), new_work, hit.tokens if hit is not None else 0, others,
         )  # fmt: skip
 
-    def _predict_others(self, query: Query, special: SpecialPrompt, node: Node, now_s: float) -> OtherPrompts:
+    def _predict_others(self, query: Query, batch: PromptBatch, node: Node, now_s: float) -> OtherPrompts:
         """Record the request's other prompts as sent to the node."""
         record, model = self._cache_view.record_routed, query.group.model
-        predictions = [record(model, other, node.name, None, now_s) for other in special.others]
-        return OtherPrompts(special.prompts, [one for one in predictions if one is not None])
+        predictions = [record(model, other, node.name, None, now_s) for other in batch.others]
+        return OtherPrompts(batch.prompts, [one for one in predictions if one is not None])
 
     def _group(self, request: RoutingRequest) -> Group:
         """Return the group of a request whose model has none by that name. Raises RoutingError."""
