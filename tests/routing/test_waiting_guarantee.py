@@ -100,7 +100,7 @@ def test_the_request_with_the_least_work_goes_first(seed: int) -> None:
         [admitted] = [request for request in requests if not request.queued]
         requests.remove(admitted)
         now_s = harness.now_s
-        first = min(all_queued(harness), key=lambda one: (one.effective_key(now_s), one.number))
+        first = min(all_queued(harness), key=lambda one: (one.ranked_ms(now_s), one.number))
         expected = harness.requests[first.call.id]
         admitted.finish()
         assert expected in requests and not expected.queued

@@ -565,7 +565,7 @@ class Admission:
         turns = self.turns
         if turns is None or by_guarantee or not turns.is_contended:
             return True
-        own = (key[0], queued.effective_key(now_s), queued.prefill_ms)
+        own = (key[0], queued.ranked_ms(now_s), queued.prefill_ms)
         return turns.is_ours(node, own, self._limit_ms(node), now_s)
 
     def _take(self, key: Key, queued: QueuedRequest, by_guarantee: bool, now_s: float) -> QueuedRequest:
@@ -606,7 +606,7 @@ class Admission:
         lowest = inf
         for queued in examined:
             is_recent = best is not None and queued.decided_since(now_s - DECISION_VALID_S)
-            if is_recent and queued.effective_key(now_s) >= lowest:
+            if is_recent and queued.ranked_ms(now_s) >= lowest:
                 continue
             if not self._is_current(key, queued, now_s):
                 continue
@@ -617,7 +617,7 @@ class Admission:
                 return queued
             if decision.entry_node is not node or self._over_threshold(queued.call.request, node):
                 continue
-            key_now = queued.effective_key(now_s)
+            key_now = queued.ranked_ms(now_s)
             if best is None or key_now < lowest:
                 best, lowest = queued, key_now
         return best

@@ -93,16 +93,16 @@ class QueuedRequest:
         query = self.decision.query
         return query is not None and query.now_s > time_s
 
-    def current_key(self) -> float:
-        """Return the key of its present decision."""
+    def work_ms(self) -> float:
+        """Return the prefill work of the present decision, or the arrival where requests are served in that order."""
         return self.prefill_ms if self.order is not QueueOrder.FIRST_COME else self.call.request.arrived_s
 
-    def effective_key(self, now_s: float) -> float:
-        """Return the key of its present decision, less its credit: of one tenant's requests, the lowest is first."""
-        key = self.current_key()
+    def ranked_ms(self, now_s: float) -> float:
+        """Return the work less what waiting has earned: of one tenant's requests, the lowest is first."""
+        ranked_ms = self.work_ms()
         if self.order is QueueOrder.GUARANTEED:
-            key -= 1000.0 * WAITING_CREDIT * min(max(0.0, now_s - self.call.request.arrived_s), CREDIT_S)
-        return key
+            ranked_ms -= 1000.0 * WAITING_CREDIT * min(max(0.0, now_s - self.call.request.arrived_s), CREDIT_S)
+        return ranked_ms
 
     def note_work(self, now_s: float) -> None:
         """Its decision has changed."""
