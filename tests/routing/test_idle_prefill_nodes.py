@@ -8,7 +8,7 @@ from test_pairs import PairHarness
 
 from warmroute.config import Pricing
 from warmroute.core.demand import LongPrompts
-from warmroute.core.group import PATIENCE, blocking_ms
+from warmroute.core.group import MAX_RATIO_TO_EXPECTED, blocking_ms
 from warmroute.core.messages import Outcome
 from warmroute.core.tickets import WholeDispatch
 
@@ -79,7 +79,7 @@ def test_an_answer_that_does_not_end_blocks_its_node_only_for_a_while() -> None:
     node = harness.node("p0")
     assert node.is_blocked(harness.now_s)
     harness.advance(node.blocked_until_s - harness.now_s)
-    assert not node.is_blocked(harness.now_s) and PATIENCE > 1.0
+    assert not node.is_blocked(harness.now_s) and MAX_RATIO_TO_EXPECTED > 1.0
     first.ticket.first_token(harness.now_s)
     assert harness.admission.has_room(node, harness.now_s)
 

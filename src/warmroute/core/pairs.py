@@ -60,7 +60,7 @@ MAX_PREFILL: Final = 4
 """Prefill nodes that are combined with decode nodes."""
 MAX_DECODE: Final = 4
 """Decode nodes by each of two orders: the cheapest ones, and those with the least context."""
-NEAR: Final = 1.5
+MAX_RATIO_TO_CHEAPEST: Final = 1.5
 """Nodes with a price up to this × the lowest one are among the cheapest."""
 STALL_SCALE_MS: Final = 200.0
 """An answer that stands still for this long costs as much as a first token that comes later by this time."""
@@ -286,7 +286,7 @@ class Pairs:
         prices = policy.prices(on_prefill, 1.0)
         tied = prices.least_loaded(prices.cheapest(TIE))
         best = tied[int(self._random.random() * len(tied))]
-        indexes = [best, *[index for index in prices.cheapest(NEAR)[:MAX_PREFILL] if index != best]]
+        indexes = [best, *[index for index in prices.cheapest(MAX_RATIO_TO_CHEAPEST)[:MAX_PREFILL] if index != best]]
         parts = []
         for index in indexes[:MAX_PREFILL]:
             row = Price._make(prices[index])
@@ -383,7 +383,7 @@ def _best_decode(prices: Prices, nodes: Sequence[Node], chosen: int) -> Sequence
     if len(nodes) <= 2 * MAX_DECODE:
         return range(len(nodes))
     emptiest = nsmallest(MAX_DECODE, range(len(nodes)), key=lambda index: nodes[index].context_tokens)
-    best = dict.fromkeys((*prices.cheapest(NEAR)[:MAX_DECODE], *emptiest))
+    best = dict.fromkeys((*prices.cheapest(MAX_RATIO_TO_CHEAPEST)[:MAX_DECODE], *emptiest))
     if chosen >= 0:
         best[chosen] = None
     return list(best)

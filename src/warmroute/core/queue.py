@@ -19,7 +19,7 @@ from warmroute.core.group import Group
 from warmroute.core.messages import RoutingRequest
 from warmroute.core.node import Node
 from warmroute.core.queue_order import (
-    SHARE,
+    OVERDUE_SHARE_OF_PREFILL,
     QueuedRequest,
     QueueOrder,
     RequestsByWork,
@@ -124,7 +124,7 @@ class TenantQueue:
 class AdmissionQueue:
     def __init__(self, order: QueueOrder = QueueOrder.GUARANTEED) -> None:
         self._order = order
-        self.guarantee = WaitingGuarantee(SHARE if order is QueueOrder.GUARANTEED else 0.0)
+        self.guarantee = WaitingGuarantee(OVERDUE_SHARE_OF_PREFILL if order is QueueOrder.GUARANTEED else 0.0)
         self.tenants: dict[Key, TenantQueue] = {}
         """Those with queued requests."""
         self.past_work_ms: dict[Key, float] = {}

@@ -330,19 +330,19 @@ def _estimated_ms(waiting: SortedRequests, up_to: float, size: int, group: Group
 
 # The guarantee of queued requests: none waits for ever, whatever its length and whatever else waits.
 #
-# A request whose prefill takes w is due GRACE_S + PATIENCE × w after its arrival. If it still waits then, it is
-# overdue. Overdue requests get, in the order of their arrival, at least SHARE of the prefill time of each node. So a
-# request waits at most
+# A request whose prefill takes w is due GRACE_S + DUE_PER_PREFILL × w after its arrival. If it still waits then, it is
+# overdue. Overdue requests get, in the order of their arrival, at least OVERDUE_SHARE_OF_PREFILL of the prefill time of
+# each node. So a request waits at most
 #
-#     GRACE_S + PATIENCE × w + (L + P / n) / SHARE
+#     GRACE_S + DUE_PER_PREFILL × w + (L + P / n) / OVERDUE_SHARE_OF_PREFILL
 #
 # P is the prefill time of the requests that waited when it arrived, of all priorities and tenants, n the number of
 # nodes that may serve it, and L the longest prefill of a single request. Requests that arrive later cannot delay it
 # further.
 #
-# Each node has a credit, in ms of prefill. Every request that the node gets adds SHARE of its prefill. A request that
-# is admitted by its guarantee takes its prefill away, in equal parts from all nodes that may serve it. A node gives the
-# oldest overdue request that it may serve its turn
+# Each node has a credit, in ms of prefill. Every request that the node gets adds OVERDUE_SHARE_OF_PREFILL of its
+# prefill. A request that is admitted by its guarantee takes its prefill away, in equal parts from all nodes that may
+# serve it. A node gives the oldest overdue request that it may serve its turn
 #
 # - while its credit is not negative, if the node is the cheapest for this request;
 # - when its credit pays for the whole prefill on this node, although another node is cheaper.
@@ -350,12 +350,15 @@ def _estimated_ms(waiting: SortedRequests, up_to: float, size: int, group: Group
 # Without overdue requests no credit is above zero.
 
 GRACE_S: Final = 10.0
-PATIENCE: Final = 2.0
-SHARE: Final = 0.15
+"""Time that every request may wait before it can be overdue: a queue of seconds is served by work alone."""
+DUE_PER_PREFILL: Final = 2.0
+"""A request is due this many times its own prefill later: a long one has to expect a longer wait."""
+OVERDUE_SHARE_OF_PREFILL: Final = 0.15
+"""Overdue requests get at least this share of each node's prefill time. The rest goes by work, which keeps TTFT low."""
 
 
 class WaitingGuarantee:
-    def __init__(self, share: float = SHARE) -> None:
+    def __init__(self, share: float = OVERDUE_SHARE_OF_PREFILL) -> None:
         self._share = share
         """0: no guarantee."""
         self._not_due = SortedRequests()
@@ -380,7 +383,7 @@ class WaitingGuarantee:
         work_ms = queued.prefill_ms
         queued.work = work_ms / queued.decision.node.speed.ms_per_token
         queued.work_ahead, queued.work_on_node = self._work, queued.decision.entry_node.pending_work
-        queued.due_s = queued.call.request.arrived_s + GRACE_S + PATIENCE * work_ms / 1000.0
+        queued.due_s = queued.call.request.arrived_s + GRACE_S + DUE_PER_PREFILL * work_ms / 1000.0
         self._work += queued.work
         self._longest = max(self._longest, queued.work)
         self._not_due.add(queued.due_s, queued)
@@ -458,4 +461,4 @@ class WaitingGuarantee:
         all_nodes_ms_per_token = 1.0 / sum(1.0 / one.speed.ms_per_token for one in nodes)
         longest = max(self._longest, queued.work_on_node)
         turn_ms = longest * ms_per_token + queued.work_ahead * all_nodes_ms_per_token
-        return GRACE_S + (PATIENCE * queued.work * ms_per_token + turn_ms / self._share) / 1000.0
+        return GRACE_S + (DUE_PER_PREFILL * queued.work * ms_per_token + turn_ms / self._share) / 1000.0

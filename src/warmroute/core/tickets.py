@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from warmroute._kernel import TicketState
 from warmroute.core.cache_view import CacheView
-from warmroute.core.group import PATIENCE, Group
+from warmroute.core.group import MAX_RATIO_TO_EXPECTED, Group
 from warmroute.core.messages import Outcome, RoutingRequest
 from warmroute.core.node import Node, Ticket
 from warmroute.core.output_length import OutputLengthEstimate
@@ -206,7 +206,7 @@ class WholeDispatch(Dispatch):
         node.whole_answers += 1
         output = self._output_lengths.expected(request.model, request.tenant, request.max_output_tokens)
         answer_ms = output * decode_speed.token_ms(self.tokens) * node.speed.factor
-        until_s = self.opened_s + PATIENCE * (self.expected_ttft_ms + answer_ms) / 1000.0
+        until_s = self.opened_s + MAX_RATIO_TO_EXPECTED * (self.expected_ttft_ms + answer_ms) / 1000.0
         node.blocked_until_s = max(node.blocked_until_s, until_s)
 
     def close(self, outcome: Outcome, now_s: float) -> None:
