@@ -80,15 +80,17 @@ class Router:
         self._pairs = Pairs(self._random)
         self._fleet.adapters.reconfigure(pricing.adapter_load_ms)
         self.policy = make_policy(config, pricing, self._cache_view, self.output_lengths, self._random)
-        self._by_route: dict[str, Policy] = {}
+        self.policies_by_route: dict[str, Policy] = {}
         """Policies of the routes that have their own."""
         for route in routes:
             of_route = (route.routing(config), route.pricing(pricing))
             if of_route != (config, pricing):
-                self._by_route[route.name] = make_policy(*of_route, self._cache_view, self.output_lengths, self._random)
+                self.policies_by_route[route.name] = make_policy(
+                    *of_route, self._cache_view, self.output_lengths, self._random
+                )
 
     def policy_of(self, request: RoutingRequest) -> Policy:
-        return self._by_route.get(request.route, self.policy) if self._by_route else self.policy
+        return self.policies_by_route.get(request.route, self.policy) if self.policies_by_route else self.policy
 
     def snapshot(self) -> Router:
         """Return a copy for dry runs. Its decisions do not advance the policies' state."""
@@ -99,7 +101,7 @@ class Router:
         snapshot.on_dispatch = self.on_dispatch
         snapshot._random, snapshot._pairs = self._random, self._pairs
         snapshot.policy = copy(self.policy)
-        snapshot._by_route = {name: copy(policy) for name, policy in self._by_route.items()}
+        snapshot.policies_by_route = {name: copy(policy) for name, policy in self.policies_by_route.items()}
         return snapshot
 
     def decide(self, request: RoutingRequest, now_s: float, lookup: Lookup | None = None) -> Decision:
@@ -125,7 +127,7 @@ class Router:
             uses_last_resort = True
         query = Query(request, candidates, group, now_s, lookup, self._cache_view, now_s)
         try:
-            by_policy = not (self._by_route or group.spans_islands or group.has_roles)
+            by_policy = not (self.policies_by_route or group.spans_islands or group.has_roles)
             decision = self.policy.decide(query) if by_policy else self._choose(query)
         except Exception as error:
             decision = self._decide_by_load(query, error)

@@ -43,7 +43,7 @@ class FleetTables:
                 group.model: group.windows.sizes[0] for group in fleet.groups if group.windows is not None
             },
             wants_tokens=router.policy.wants_tokens,
-            route_wants_tokens={name: policy.wants_tokens for name, policy in router._by_route.items()},
+            route_wants_tokens={name: policy.wants_tokens for name, policy in router.policies_by_route.items()},
         )  # fmt: skip
 
 
