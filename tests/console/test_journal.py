@@ -47,7 +47,7 @@ from warmroute.core.last_decisions import MAX_PENDING, LastDecisions
 from warmroute.core.messages import Arrive, Ended, Lookup, RoutingRequest
 from warmroute.core.router import Router
 from warmroute.core.routing_context import Query
-from warmroute.core.tickets import Dispatch
+from warmroute.core.tickets import PromptTicket
 from warmroute.core.traffic import Counters
 
 SECRET = "xyzzy-plugh"
@@ -228,7 +228,7 @@ async def test_a_reload_changes_how_many_decisions_are_kept() -> None:
 
 
 async def test_entries_do_not_keep_prompts_or_bodies_in_memory() -> None:
-    large = (Lookup, Query, Decision, Dispatch, Try)
+    large = (Lookup, Query, Decision, PromptTicket, Try)
     before = [thing for thing in gc.get_objects() if type(thing) in large]
     others = {id(thing) for thing in before}  # of other test modules
     async with engines(2) as both, router(*both, routing=PRICE) as r:

@@ -10,7 +10,7 @@ from warmroute.config import Pricing
 from warmroute.core.demand import LongPrompts
 from warmroute.core.group import MAX_RATIO_TO_EXPECTED, blocking_ms
 from warmroute.core.messages import Outcome
-from warmroute.core.tickets import WholeDispatch
+from warmroute.core.tickets import WholeAnswerTicket
 
 
 def idle_harness(**fields: object) -> PairHarness:
@@ -63,7 +63,7 @@ def test_other_prefill_nodes_serve_no_whole_request(why: str) -> None:
 def test_a_node_prefills_for_no_other_one_until_its_answer_ends() -> None:
     harness = idle_harness(prefill=1)
     first = harness.submit(30_000, may_split=True)
-    assert first.decision.node.name == "p0" and isinstance(first.ticket, WholeDispatch)
+    assert first.decision.node.name == "p0" and isinstance(first.ticket, WholeAnswerTicket)
     first.ticket.first_token(harness.now_s)
     second = harness.submit(30_000, may_split=True)
     assert second.queued and second.harness.admission.queue.waiting == 1

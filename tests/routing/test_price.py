@@ -17,7 +17,7 @@ from warmroute.core.node import Node, Ticket
 from warmroute.core.output_length import DEFAULT_TOKENS
 from warmroute.core.policies.price import MAX_CACHE_LISTS, PricePolicy
 from warmroute.core.prefill_work import work
-from warmroute.core.tickets import Dispatch
+from warmroute.core.tickets import PromptTicket
 
 
 def record_arrivals(harness: RoutingHarness, *ages_s: float) -> None:
@@ -421,7 +421,7 @@ def test_a_node_of_unknown_speed_is_not_assumed_to_be_slow() -> None:
     for _ in range(10):
         serve(harness, known, 0.05)
         ticket = harness.busy(known, 4000)
-        assert isinstance(ticket, Dispatch)
+        assert isinstance(ticket, PromptTicket)
         harness.advance(0.25)
         ticket.first_token(harness.now_s)
         harness.advance(100 * 0.040)  # 40 ms per token; the default is 15

@@ -127,8 +127,8 @@ def namespace_seed(model: str, lora: str, block_size: int, tokenizer: str = "") 
 
 
 class PromptBatch(msgspec.Struct, eq=False):
-    """What a request has besides one ordinary prompt: further prompts, or an engine that does not use its cache for it. Its
-    reported cached tokens cannot be compared with a prediction."""
+    """What a request has besides one ordinary prompt: further prompts, or an engine that does not use its cache for it.
+    Its reported cached tokens cannot be compared with a prediction."""
 
     skips_cache: bool = False
     """Whether the engine prefills the whole prompt, whatever it has cached."""

@@ -27,7 +27,14 @@ from warmroute.core.policy import Policy
 from warmroute.core.prefill_work import work
 from warmroute.core.rejections import MissingModel, NoNodeAvailable, NoNodeInSubset, RoutingError, UnknownModel
 from warmroute.core.routing_context import ContextFit, Query
-from warmroute.core.tickets import DecodeDispatch, Dispatch, OtherPrompts, PrefillDispatch, StoreDispatch, WholeDispatch
+from warmroute.core.tickets import (
+    DecodeTicket,
+    OtherPrompts,
+    PrefillTicket,
+    PromptTicket,
+    StoreTicket,
+    WholeAnswerTicket,
+)
 
 
 class Router:
@@ -229,14 +236,19 @@ class Router:
         return self._pairs.decode_node(query.repeat(now_s), policy, pair, current)
 
     def dispatch(
-        self, decision: Decision, node: Node, now_s: float, kind: type[Dispatch] = Dispatch, counted: bool = False
+        self,
+        decision: Decision,
+        node: Node,
+        now_s: float,
+        kind: type[PromptTicket] = PromptTicket,
+        counted: bool = False,
     ) -> Ticket:
         """Open the ticket of a request on the node that it is sent to: the chosen one or a fallback. `kind`: the node
         may only prefill, or only decode. `counted`: its ticket moves there from a node that did not get the request."""
         query = decision.query
         if self.on_dispatch is not None:
             self.on_dispatch()
-        if query is not None and kind is not PrefillDispatch:
+        if query is not None and kind is not PrefillTicket:
             if (windows := query.group.windows) is not None and not counted:
                 windows.record(self._context_fit.needed(query.request), now_s)
             if query.move_reason is not None and not counted:
@@ -246,7 +258,7 @@ class Router:
                     self._cache_view.lookup_failed(error)
             if query.group.adapter is not None:
                 node.loaded_adapters.mark_used(query.group.model)
-        demand_meter = self.demand_meter if kind is not DecodeDispatch else None
+        demand_meter = self.demand_meter if kind is not DecodeTicket else None
         if query is None or query.lookup is None:
             if demand_meter is not None:
                 demand_meter.record_sent(ASSUMED_PROMPT_TOKENS, 0.0, ASSUMED_PROMPT_TOKENS, node.role == "prefill")
@@ -257,7 +269,7 @@ class Router:
             hits = query.known_hits
             hit = (hits if hits is not None else query.hits()).get(node.name)
             prediction = cache_view.record_routed(
-                query.group.model, lookup, node.name, hit, now_s, tell_peers=kind is not DecodeDispatch, counted=counted
+                query.group.model, lookup, node.name, hit, now_s, tell_peers=kind is not DecodeTicket, counted=counted
             )
             if batch is not None and batch.others:
                 others = self._predict_others(query, batch, node, now_s)
@@ -268,20 +280,20 @@ class Router:
         cached = hit.expected if hit is not None else 0.0
         new = tokens - cached
         new_work = work(new, cached) if others is None else others.work(new, cached)
-        if kind is DecodeDispatch:
+        if kind is DecodeTicket:
             new_work = 0.0
         elif query.group.has_roles:
             prefill_ms = new_work * node.speed.ms_per_token
             if prefill_ms > LONG_MS:
                 query.group.long_prompts.record(prefill_ms, now_s)
-            if kind is Dispatch and decision.reason == WHOLE and node is decision.node:
-                kind = WholeDispatch
+            if kind is PromptTicket and decision.reason == WHOLE and node is decision.node:
+                kind = WholeAnswerTicket
         if demand_meter is not None:
             demand_meter.record_sent(tokens, tokens - int(new), new_work, node.role == "prefill")
             if self.hot is not None and prediction is not None:
                 self.hot.record(prediction.chain, prediction.cache.block_size, lookup, now_s)
-        if prediction is not None and prediction.store_tokens and kind is Dispatch and others is None:
-            return StoreDispatch(
+        if prediction is not None and prediction.store_tokens and kind is PromptTicket and others is None:
+            return StoreTicket(
                 request,
                 node,
                 now_s,
