@@ -188,7 +188,7 @@ class RoutedFleet:
         return self.router.decide(request, self._now_s, lookup_of(prompt, ""))
 
     def account(self, decision: Decision) -> None:
-        ticket = self.router.dispatch(decision, decision.node, self._now_s)
+        ticket = self.router.open_ticket(decision, decision.node, self._now_s)
         assert isinstance(ticket, PromptTicket) and ticket.prediction is not None and ticket.prediction.tokens
         ticket.first_token(self._now_s)
         ticket.record_usage(ticket.prediction.prompt_tokens, ticket.prediction.tokens, 300, self._now_s)

@@ -152,7 +152,7 @@ class RoutingHarness:
 
     def send(self, node: Node, lookup: Lookup | None = None) -> Ticket:
         """Send a request to this node, whatever it costs."""
-        return self.router.dispatch(self.decide(lookup), node, self.now_s)
+        return self.router.open_ticket(self.decide(lookup), node, self.now_s)
 
     def busy(self, node: Node, tokens: int = 8000) -> Ticket:
         """Give a node a prompt to prefill: by default 460 ms of expected work."""

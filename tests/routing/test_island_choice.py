@@ -47,7 +47,7 @@ class TwoIslands:
         request = RoutingRequest(MODEL, session_header=session, deadline_s=deadline_s)
         decision = self.router.decide(request, self.now_s, Lookup(array("I", tokens).tobytes(), len(tokens), 0))
         node = self.nodes[to] if to else decision.node
-        ticket = self.router.dispatch(decision, node, self.now_s)
+        ticket = self.router.open_ticket(decision, node, self.now_s)
         ticket.close(Outcome.CANCELLED, self.now_s)
         self.now_s += 1.0
         return decision
@@ -206,7 +206,7 @@ def test_a_home_whose_nodes_are_not_eligible_is_not_down(home_is_down: bool) -> 
         islands.set_down("a")
     others = [islands.nodes["b0"], islands.nodes["b1"]]
     decision = islands.router.decide_among(others, before.query)  # the queues of the others are too long
-    islands.router.dispatch(decision, decision.node, islands.now_s).close(Outcome.CANCELLED, islands.now_s)
+    islands.router.open_ticket(decision, decision.node, islands.now_s).close(Outcome.CANCELLED, islands.now_s)
     assert islands.conversations.moved == {("a", "b", DOWN if home_is_down else NOT_ELIGIBLE): 1}
 
 
@@ -287,7 +287,7 @@ def test_a_session_has_a_home_for_each_model() -> None:
     assert islands.send(turns(1, 1)[0], session=b"one").node.island == "a"
     request = RoutingRequest("other", session_header=b"one")
     decision = islands.router.decide(request, islands.now_s)
-    islands.router.dispatch(decision, decision.node, islands.now_s).close(Outcome.CANCELLED, islands.now_s)
+    islands.router.open_ticket(decision, decision.node, islands.now_s).close(Outcome.CANCELLED, islands.now_s)
     assert not islands.conversations.moved and "home" not in decision.reason, "its home for the other model is not a"
 
 

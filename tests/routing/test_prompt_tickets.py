@@ -36,7 +36,7 @@ def cache_of(harness: RoutingHarness, node: Node) -> NodeCache:
 
 def send(harness: RoutingHarness, lookup: Lookup, **fields: Any) -> PromptTicket:
     decision = harness.decide(lookup, **fields)
-    ticket = harness.router.dispatch(decision, decision.node, harness.now_s)
+    ticket = harness.router.open_ticket(decision, decision.node, harness.now_s)
     assert isinstance(ticket, PromptTicket)
     return ticket
 

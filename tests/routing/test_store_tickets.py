@@ -15,7 +15,7 @@ DOCUMENT = prompt(20_000, 7)
 def serve(harness: RoutingHarness, name: str, ttft_s: float) -> bool:
     """Serve the document on a node. Return whether the node should load it from the store."""
     decision = harness.decide(DOCUMENT, streams=True)
-    ticket = harness.router.dispatch(decision, harness.fleet.node(name), harness.now_s)
+    ticket = harness.router.open_ticket(decision, harness.fleet.node(name), harness.now_s)
     harness.advance(ttft_s)
     ticket.first_token(harness.now_s)
     harness.fleet.close_ticket(ticket, Outcome.OK, harness.now_s)
@@ -77,7 +77,7 @@ def test_an_engine_that_loads_although_prefilling_is_faster_is_recognized_by_its
         assert cache is not None and cache.store is not None
         chain = document.blocks(MODEL, "", cache.block_size)
         cache.store.prefilled(chain, cache.block_size, harness.now_s)
-        ticket = harness.router.dispatch(harness.decide(document, streams=True), node, harness.now_s)
+        ticket = harness.router.open_ticket(harness.decide(document, streams=True), node, harness.now_s)
         harness.advance(ttft_s)
         ticket.first_token(harness.now_s)
         ticket.record_usage(20_000, 19_984 if loads else 0, 10, harness.now_s)  # type: ignore[attr-defined]

@@ -19,7 +19,7 @@ TOKEN_MS = 12.0
 
 def send(harness: RoutingHarness, tokens: int, *, streams: bool = False) -> PromptTicket:
     decision = harness.decide(prompt(tokens), streams=streams)
-    ticket = harness.router.dispatch(decision, decision.node, harness.now_s)
+    ticket = harness.router.open_ticket(decision, decision.node, harness.now_s)
     assert isinstance(ticket, PromptTicket)
     return ticket
 

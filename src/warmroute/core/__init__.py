@@ -11,7 +11,7 @@ The way of a request:
                    Admission.place       the router decides; no room: queue or reject                       Reject
                      Router.decide       candidates, what they have cached, the policy's choice
                  Calls.admit           there is room: the first decision is remembered
-                   Router.dispatch       the ticket opens in the accounting of the node                     Send
+                   Router.open_ticket    the ticket opens in the accounting of the node                     Send
     AnswerNow    Calls.answer_now      Envoy waits no longer: the best node gets the call, or it is shed    Send, Reject
     Started      Calls.started         the response has begun: this try answers, every other one closes
     FirstToken   Calls.first_token     the node's speed is learned; implies Started

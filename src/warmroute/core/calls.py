@@ -579,7 +579,7 @@ class Calls:
 
     def _send_whole(self, call: Call, decision: Decision, node: Node, role: Role, now_s: float) -> None:
         call.numbers = number = call.numbers + 1
-        ticket = self.router.dispatch(decision, node, now_s)
+        ticket = self.router.open_ticket(decision, node, now_s)
         call.main = try_ = Try(number, role, ticket)
         call.overdue_s = 0.0
         if self.ticket_log is not None:
@@ -595,12 +595,12 @@ class Calls:
             self.waiting[call] = None
 
     def _open(
-        self, call: Call, role: Role, decision: Decision, node: Node, now_s: float, kind: type[PromptTicket] = PromptTicket,
-        counted: bool = False,
+        self, call: Call, role: Role, decision: Decision, node: Node, now_s: float,
+        kind: type[PromptTicket] = PromptTicket, counted: bool = False,
     ) -> Try:  # fmt: skip
-        """Open the ticket of a try that is not sent yet. `counted`: as for Router.dispatch."""
+        """Open the ticket of a try that is not sent yet. `counted`: as for Router.open_ticket."""
         call.numbers += 1
-        try_ = Try(call.numbers, role, self.router.dispatch(decision, node, now_s, kind, counted), RESERVED)
+        try_ = Try(call.numbers, role, self.router.open_ticket(decision, node, now_s, kind, counted), RESERVED)
         if self.ticket_log is not None:
             self.ticket_log.append(TicketEvent(call, try_.ticket, True))
         return try_
@@ -1072,7 +1072,7 @@ class Calls:
         call.tried += 1
         call.request.streams = False  # its time includes that of the failed try: an upper bound of its prefill
         failover = self._failover_of(call)
-        call.main = Try(try_.number, _MOVE, self.router.dispatch(failover.decision, node, opened_s))
+        call.main = Try(try_.number, _MOVE, self.router.open_ticket(failover.decision, node, opened_s))
 
     def first_token(self, call: Call, try_: Try, event: FirstToken | Ended, now_s: float) -> None:
         """The response's first token arrived, or as much of the response as the router can see of it."""

@@ -235,7 +235,7 @@ class Router:
             return current
         return self._pairs.decode_node(query.repeat(now_s), policy, pair, current)
 
-    def dispatch(
+    def open_ticket(
         self,
         decision: Decision,
         node: Node,

@@ -194,8 +194,8 @@ class PrefillTicket(PromptTicket):
 
 
 class WholeAnswerTicket(PromptTicket):
-    """The ticket of a request that a prefill node serves alone although other nodes could. The node prefills for no other one
-    until the answer ends, or takes much longer than expected."""
+    """The ticket of a request that a prefill node serves alone although other nodes could. The node prefills for no
+    other one until the answer ends, or takes much longer than expected."""
 
     __slots__ = ("_counted",)
 
@@ -225,8 +225,8 @@ class WholeAnswerTicket(PromptTicket):
 
 
 class DecodeTicket(PromptTicket):
-    """The ticket on the decode node of a pair. It takes the node's KV memory from the beginning. Its context slows down the
-    node's batch only once the node decodes."""
+    """The ticket on the decode node of a pair. It takes the node's KV memory from the beginning. Its context slows down
+    the node's batch only once the node decodes."""
 
     __slots__ = ("_held_tokens",)
     always_streams = True
