@@ -9,9 +9,8 @@ from random import Random
 import pytest
 
 from warmroute._kernel import REQUEST_CONTEXT
-from warmroute.config import Admission as AdmissionConfig
-from warmroute.config import Health, Index, KeyConfig, NodeConfig, Pricing, Routing
-from warmroute.core.admission import Admission
+from warmroute.config import Admission, Health, Index, KeyConfig, NodeConfig, Pricing, Routing
+from warmroute.core.admission import Admitter
 from warmroute.core.brain import Brain
 from warmroute.core.cache_view import CacheView
 from warmroute.core.cluster.cluster_state import ClusterState
@@ -33,7 +32,7 @@ class Process:
         self.fleet = Fleet(Health())
         self.cache_view = CacheView(Index())
         self.router = Router(self.fleet, self.cache_view, Routing(policy="price", seed=1), Pricing())
-        self.admission = Admission(self.router, AdmissionConfig())
+        self.admission = Admitter(self.router, Admission())
         self.brain = Brain(self.fleet, self.router, self.admission, Counters())
         for at in range(nodes):
             node = self.fleet.add(NodeConfig(url=f"http://n{at}:1", name=f"n{at}", models=("m",)))

@@ -33,10 +33,9 @@ from support.running_router import RunningRouter, router
 from support.scripted_engine import engines
 
 from warmroute.app.journal import append
-from warmroute.config import Admission as AdmissionConfig
-from warmroute.config import Health, Index, NodeConfig, Routing
+from warmroute.config import Admission, Health, Index, NodeConfig, Routing
 from warmroute.config import Journal as JournalConfig
-from warmroute.core.admission import Admission
+from warmroute.core.admission import Admitter
 from warmroute.core.brain import Brain
 from warmroute.core.cache_view import CacheView
 from warmroute.core.calls import Call, Try
@@ -263,7 +262,7 @@ def test_memory_is_bounded_on_a_large_fleet() -> None:
         fleet.check_passed(fleet.add(NodeConfig(url=f"http://n{number}:1", models=("m",))), 0.0)
     router_, counters = Router(fleet, cache_view, Routing(seed=1)), Counters()
     kept = LastDecisions(JournalConfig(max_decisions=20), counters)
-    brain = Brain(fleet, router_, Admission(router_, AdmissionConfig()), counters, journal=kept)
+    brain = Brain(fleet, router_, Admitter(router_, Admission()), counters, journal=kept)
     tokens = array("I", range(4000))
 
     def decide(number: int) -> None:

@@ -14,7 +14,7 @@ from support.raw_client import chat, get, post
 from support.running_router import RunningRouter, router
 from support.scripted_engine import engines
 
-from warmroute.core.admission import Admission
+from warmroute.core.admission import Admitter
 from warmroute.core.calls import Calls
 from warmroute.core.fleet import Fleet
 from warmroute.core.router import Router
@@ -44,9 +44,9 @@ BEFORE_THE_RESPONSE: dict[str, tuple[Any, str]] = {
     "read: the rest": (Proxy, "serve"),
     "lookup: the prompt": (Proxy, "read_prompt"),
     "lookup: the prompt's tokens": (proxy, "lookup_of"),
-    "decide: admission": (Admission, "place"),
+    "decide: admission": (Admitter, "place"),
     "decide: the router": (Router, "decide"),
-    "dispatch: the ticket": (Router, "dispatch"),
+    "open_ticket": (Router, "open_ticket"),
     "dispatch: the pool": (ConnectionPool, "connect"),
     "dispatch: a new connection": (NodeTry, "connected"),
     "dispatch: the request's bytes": (NodeConnection, "send_request"),
@@ -116,7 +116,7 @@ async def test_a_fault_after_the_prompt_was_read_in_a_thread_is_a_500(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with engines() as [engine], router(engine, routing=PRICE) as r:
-        monkeypatch.setattr(Admission, "place", broken)
+        monkeypatch.setattr(Admitter, "place", broken)
         assert (await r.request(post(chat("word " * 300_000)))).error["code"] == "internal_error"
         assert r.service.counters.prompts_in_threads == 1
         assert_logged_once(caplog)

@@ -6,9 +6,8 @@ from array import array
 
 import pytest
 
-from warmroute.config import Admission as AdmissionConfig
-from warmroute.config import Health, Index, IslandAffinity, IslandConfig, NodeConfig, Pricing, Routing
-from warmroute.core.admission import Admission
+from warmroute.config import Admission, Health, Index, IslandAffinity, IslandConfig, NodeConfig, Pricing, Routing
+from warmroute.core.admission import Admitter
 from warmroute.core.cache_view import CacheView
 from warmroute.core.decision import Decision
 from warmroute.core.fleet import Fleet
@@ -302,13 +301,13 @@ def test_a_request_moves_if_its_home_would_miss_the_deadline_of_the_whole_respon
     lookup = Lookup(array("I", second).tobytes(), len(second), 0)
     decision = islands.router.decide(request, islands.now_s, lookup)
     assert decision.node.island == "b" and "deadline" in decision.reason
-    admitted, _ = Admission(islands.router, AdmissionConfig()).dry_run(request, lookup, islands.now_s)
+    admitted, _ = Admitter(islands.router, Admission()).dry_run(request, lookup, islands.now_s)
     assert admitted.node.island == "b", "it is not rejected if another island meets the deadline"
 
 
 def test_the_queue_of_an_island_decays_after_it_became_the_only_one() -> None:
     islands = TwoIslands()
-    admission = Admission(islands.router, AdmissionConfig())
+    admission = Admitter(islands.router, Admission())
     islands.fleet.islands.update_queues({"a": 50_000.0})
     a0 = islands.nodes["a0"]
     assert a0.distance_ms > 1000.0

@@ -61,7 +61,7 @@ from warmroute.app.workers.replica import Replica, create_lease
 from warmroute.app.workers.worker import Worker
 from warmroute.config import Config, ConfigError, Health, Limits, NodeConfig
 from warmroute.config.nodes import Role
-from warmroute.core.admission import Admission
+from warmroute.core.admission import Admitter
 from warmroute.core.brain import Brain
 from warmroute.core.cache_view import CacheView
 from warmroute.core.cluster.shared_nodes import SharedNodes
@@ -305,7 +305,7 @@ class Service:
             is_served=self._is_served,
         )  # fmt: skip
         self.router = Router(self.fleet, self.cache_view, config.routing, config.price, config.routes)
-        self.admission = Admission(self.router, config.admission, config.routes)
+        self.admission = Admitter(self.router, config.admission, config.routes)
         self.rate_limits = RateLimits(config.keys, now())
         self.traffic = Traffic()
         self.last_decisions = LastDecisions(config.journal, self.counters)

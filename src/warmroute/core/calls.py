@@ -40,7 +40,7 @@ from urllib.parse import quote
 
 from warmroute._kernel import FIRST_TOKEN_STEPS
 from warmroute.config.routing import LOW
-from warmroute.core.admission import Admission
+from warmroute.core.admission import Admitter
 from warmroute.core.decision import Decision
 from warmroute.core.decision_record import KEEP_ALL_UP_TO, DecisionRecord
 from warmroute.core.failed_tries import DECODE, HEDGE, MAX_TRIES, PREFILL, WHOLE, FailedTry, FailedTryLog
@@ -398,7 +398,7 @@ class Calls:
     """All open calls, and what each event does to them. The Brain (core/brain.py) says when."""
 
     def __init__(
-        self, fleet: Fleet, router: Router, admission: Admission, counters: Counters, overdue: OverdueRule,
+        self, fleet: Fleet, router: Router, admission: Admitter, counters: Counters, overdue: OverdueRule,
         max_attempts: int, traffic: Traffic | None, journal: LastDecisions | None, keeps_tickets: bool,
     ) -> None:  # fmt: skip
         self.fleet = fleet

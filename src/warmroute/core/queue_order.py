@@ -47,7 +47,7 @@ class QueuedRequest:
     """In the order in which requests were queued."""
     order: QueueOrder
     version: int = 0
-    """The version of Admission's state that the decision is based on."""
+    """The version of the Admitter's state that the decision is based on."""
     key: float = 0.0
     """Its prefill time, by which it has its place in RequestsByWork. With FIRST_COME the time of its arrival."""
     gains_credit: bool = False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from warmroute.core.admission import Admission
+from warmroute.core.admission import Admitter
 from warmroute.core.fleet import Fleet
 from warmroute.core.messages import NodeRow, Tables
 from warmroute.core.node import Node
@@ -10,7 +10,7 @@ from warmroute.core.router import Router
 
 
 class FleetTables:
-    def __init__(self, fleet: Fleet, router: Router, admission: Admission) -> None:
+    def __init__(self, fleet: Fleet, router: Router, admission: Admitter) -> None:
         self._fleet = fleet
         self._router = router
         self._without_node = admission.without_node
