@@ -39,7 +39,7 @@ def broken(*_arguments: Any, **_more: Any) -> Any:
 
 
 BEFORE_THE_RESPONSE: dict[str, tuple[Any, str]] = {
-    "read: the head": (Proxy, "admit"),
+    "read: the head": (Proxy, "check_head"),
     "read: the request": (RequestBuilder, "build"),
     "read: the rest": (Proxy, "serve"),
     "lookup: the prompt": (Proxy, "read_prompt"),
@@ -99,14 +99,14 @@ async def test_a_fault_in_an_endpoint_of_the_router_is_a_500(
 
 async def test_a_fault_in_a_pipelined_request_is_a_500(monkeypatch: pytest.MonkeyPatch) -> None:
     async with engines() as [engine], router(engine) as r:
-        admit, seen = Proxy.admit, 0
+        check_head, seen = Proxy.check_head, 0
 
         def second_breaks(*given: Any) -> Any:
             nonlocal seen
             seen += 1
-            return admit(*given) if seen == 1 else broken()
+            return check_head(*given) if seen == 1 else broken()
 
-        monkeypatch.setattr(Proxy, "admit", second_breaks)
+        monkeypatch.setattr(Proxy, "check_head", second_breaks)
         peer = await r.connect()
         peer.write(post() + post())
         assert [(await peer.response()).status for _ in range(2)] == [200, 500]

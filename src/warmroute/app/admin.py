@@ -233,7 +233,7 @@ class Decisions:
                 400, f"No API key has the tenant {request.tenant[:200]!r}.", code="unknown_tenant", param="tenant"
             )
         try:
-            rights = self._proxy.admit(head)
+            rights = self._proxy.check_head(head)
         except HttpError as error:
             if error.status != 401:
                 raise
@@ -337,7 +337,7 @@ class AdminApi:
         self._operations = operations
         self._token = bytes.fromhex(token_sha256)
 
-    def admit(self, head: RequestHead) -> None:
+    def check_head(self, head: RequestHead) -> None:
         """Check the token. Raises HttpError."""
         check_token(head, self._token)
 

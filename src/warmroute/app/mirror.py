@@ -103,7 +103,7 @@ class Mirror:
 
     # listener.Handler
 
-    def admit(self, head: RequestHead) -> Rights:
+    def check_head(self, head: RequestHead) -> Rights:
         return NO_RIGHTS  # the key is checked when the request is read
 
     def serve(self, client: ClientConnection, head: RequestHead, body: bytes) -> None:

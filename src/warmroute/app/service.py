@@ -417,7 +417,7 @@ class Service:
             self.fleet, self.cache_view, self.scrapes, decisions, self.live_feed, CaptureStreams(self.capture), self,
             config.admin.token_sha256 if worker is None else "",
         )  # fmt: skip
-        handler = AsyncHandler(admin.answer, admin.admit, self.proxy.client_errors)
+        handler = AsyncHandler(admin.answer, admin.check_head, self.proxy.client_errors)
         self.admin_listener = Listener(handler, config.limits, self.timers)
         self.add_node, self.remove_node = self.shared_nodes.add_by_hand, self.shared_nodes.remove_node
         self.drain_node, self.set_role = self.shared_nodes.drain_node, self.shared_nodes.set_role_by_hand

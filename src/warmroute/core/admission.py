@@ -282,7 +282,7 @@ class OverdueTurns:
         return None
 
 
-# The admitter sends a request to its node now, queues it at the router, or rejects it. Takes events and a clock; no I/O.
+# Sends a request to its node now, queues it at the router, or rejects it. Takes events and a clock; no I/O.
 #
 # A request whose cheapest node has room goes there at once. Otherwise it waits in the admission queue and not in the
 # engine's: until its turn comes, its cached prefix may be evicted, or another node may become cheaper. When a node has

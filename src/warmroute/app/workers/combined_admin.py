@@ -64,7 +64,7 @@ class CombinedAdmin:
         self.webhook: AlertWebhook | None = None
         """Where alerts are sent, whose counts are on the metrics page."""
 
-    def admit(self, head: RequestHead) -> None:
+    def check_head(self, head: RequestHead) -> None:
         """Check the token. Raises HttpError."""
         check_token(head, self._token)
 
