@@ -226,11 +226,11 @@ MAX_PARAMETERS_BYTES: Final = 1 << 20
 class KvTransfer(Protocol):
     """The fields that the prefill request and the decode request have beside the client's: JSON text by name."""
 
-    def prefill_fields(self, fields: Container[str], prefill_node: NodeRow, room: int) -> Mapping[str, bytes]:
-        """`fields`: those of the client's body. `room`: a random number, the same for both requests."""
+    def prefill_fields(self, fields: Container[str], prefill_node: NodeRow, bootstrap_room: int) -> Mapping[str, bytes]:
+        """`fields`: those of the client's body. `bootstrap_room`: a random number, the same for both requests."""
 
     def decode_fields(
-        self, fields: Container[str], prefill_node: NodeRow, room: int, transfer: bytes | None
+        self, fields: Container[str], prefill_node: NodeRow, bootstrap_room: int, transfer: bytes | None
     ) -> Mapping[str, bytes]:
         """`transfer`: what `read_transfer` returned; None if the protocol sends both requests at the same time."""
 

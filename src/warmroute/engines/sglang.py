@@ -64,13 +64,13 @@ def _page_size(page: bytes) -> int:
 
 
 class SglangKvTransfer:
-    def prefill_fields(self, fields: Container[str], prefill_node: NodeRow, room: int) -> Mapping[str, bytes]:
-        return self._fields(prefill_node, room)
+    def prefill_fields(self, fields: Container[str], prefill_node: NodeRow, bootstrap_room: int) -> Mapping[str, bytes]:
+        return self._fields(prefill_node, bootstrap_room)
 
     def decode_fields(
-        self, fields: Container[str], prefill_node: NodeRow, room: int, transfer: bytes | None
+        self, fields: Container[str], prefill_node: NodeRow, bootstrap_room: int, transfer: bytes | None
     ) -> Mapping[str, bytes]:
-        return self._fields(prefill_node, room)
+        return self._fields(prefill_node, bootstrap_room)
 
     # Nothing to carry over: the engines meet at the bootstrap server. Not None, which would mean that the prefill
     # failed.
@@ -78,10 +78,10 @@ class SglangKvTransfer:
         return b"{}"
 
     @staticmethod
-    def _fields(prefill_node: NodeRow, room: int) -> Mapping[str, bytes]:
+    def _fields(prefill_node: NodeRow, bootstrap_room: int) -> Mapping[str, bytes]:
         host = prefill_node.host
         return {
             "bootstrap_host": msgspec.json.encode(f"[{host}]" if ":" in host else host),
             "bootstrap_port": b"%d" % prefill_node.bootstrap_port,
-            "bootstrap_room": b"%d" % room,
+            "bootstrap_room": b"%d" % bootstrap_room,
         }

@@ -216,14 +216,14 @@ class _Transfer(msgspec.Struct):
 
 
 class TrtllmKvTransfer:
-    def prefill_fields(self, fields: Container[str], prefill_node: NodeRow, room: int) -> Mapping[str, bytes]:
+    def prefill_fields(self, fields: Container[str], prefill_node: NodeRow, bootstrap_room: int) -> Mapping[str, bytes]:
         values = {"disaggregated_params": _CONTEXT_ONLY, "stream": b"false"}
         if "stream_options" in fields:
             values["stream_options"] = b"null"
         return values
 
     def decode_fields(
-        self, fields: Container[str], prefill_node: NodeRow, room: int, transfer: bytes | None
+        self, fields: Container[str], prefill_node: NodeRow, bootstrap_room: int, transfer: bytes | None
     ) -> Mapping[str, bytes]:
         if transfer is None:
             return {}

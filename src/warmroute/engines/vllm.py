@@ -75,11 +75,11 @@ class _Response(msgspec.Struct):
 
 
 class VllmKvTransfer:
-    def prefill_fields(self, fields: Container[str], prefill_node: NodeRow, room: int) -> Mapping[str, bytes]:
+    def prefill_fields(self, fields: Container[str], prefill_node: NodeRow, bootstrap_room: int) -> Mapping[str, bytes]:
         return {"kv_transfer_params": _DO_REMOTE_DECODE, **one_token_fields(fields)}
 
     def decode_fields(
-        self, fields: Container[str], prefill_node: NodeRow, room: int, transfer: bytes | None
+        self, fields: Container[str], prefill_node: NodeRow, bootstrap_room: int, transfer: bytes | None
     ) -> Mapping[str, bytes]:
         return {} if transfer is None else {"kv_transfer_params": transfer}
 
