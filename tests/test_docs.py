@@ -16,12 +16,11 @@ from itertools import takewhile
 from pathlib import Path
 
 import pytest
+from support.promql import samples_of
 
 from warmroute.app.commands import nodes, reference
 from warmroute.app.main import COMMANDS, create_parser, main
-from warmroute.app.metrics import METRICS
-from warmroute.app.metrics.page import MetricsPage
-from warmroute.app.monitoring import samples_of
+from warmroute.app.metrics.page import METRICS, MetricsPage
 from warmroute.config import Config, from_table, tables
 from warmroute.config.section import keys_of
 from warmroute.core import calls, rejections

@@ -121,7 +121,7 @@ async def combined_admin(r: RunningRouter, folder: Path) -> AsyncIterator[int]:
     loop, socket = asyncio.get_running_loop(), folder / "admin"
     worker = await loop.create_unix_server(r.service.admin_listener.protocol, socket)
     combined = CombinedAdmin(OneWorker(socket), "")
-    handler = AsyncHandler(combined.answer, combined.admit)
+    handler = AsyncHandler(combined.answer, combined.check_head)
     listener = Listener(handler, Limits(), TimerWheel(time.monotonic))
     server = await loop.create_server(listener.protocol, "127.0.0.1", 0)
     try:

@@ -14,7 +14,7 @@ from support.raw_client import chat, get, post
 from support.running_router import RunningRouter, router
 from support.scripted_engine import engines
 
-from warmroute.core.admission import Admission
+from warmroute.core.admission import Admitter
 from warmroute.core.calls import Calls
 from warmroute.core.fleet import Fleet
 from warmroute.core.router import Router
@@ -39,14 +39,14 @@ def broken(*_arguments: Any, **_more: Any) -> Any:
 
 
 BEFORE_THE_RESPONSE: dict[str, tuple[Any, str]] = {
-    "read: the head": (Proxy, "admit"),
+    "read: the head": (Proxy, "check_head"),
     "read: the request": (RequestBuilder, "build"),
     "read: the rest": (Proxy, "serve"),
     "lookup: the prompt": (Proxy, "read_prompt"),
     "lookup: the prompt's tokens": (proxy, "lookup_of"),
-    "decide: admission": (Admission, "place"),
+    "decide: admission": (Admitter, "place"),
     "decide: the router": (Router, "decide"),
-    "dispatch: the ticket": (Router, "dispatch"),
+    "open_ticket": (Router, "open_ticket"),
     "dispatch: the pool": (ConnectionPool, "connect"),
     "dispatch: a new connection": (NodeTry, "connected"),
     "dispatch: the request's bytes": (NodeConnection, "send_request"),
@@ -99,14 +99,14 @@ async def test_a_fault_in_an_endpoint_of_the_router_is_a_500(
 
 async def test_a_fault_in_a_pipelined_request_is_a_500(monkeypatch: pytest.MonkeyPatch) -> None:
     async with engines() as [engine], router(engine) as r:
-        admit, seen = Proxy.admit, 0
+        check_head, seen = Proxy.check_head, 0
 
         def second_breaks(*given: Any) -> Any:
             nonlocal seen
             seen += 1
-            return admit(*given) if seen == 1 else broken()
+            return check_head(*given) if seen == 1 else broken()
 
-        monkeypatch.setattr(Proxy, "admit", second_breaks)
+        monkeypatch.setattr(Proxy, "check_head", second_breaks)
         peer = await r.connect()
         peer.write(post() + post())
         assert [(await peer.response()).status for _ in range(2)] == [200, 500]
@@ -116,7 +116,7 @@ async def test_a_fault_after_the_prompt_was_read_in_a_thread_is_a_500(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with engines() as [engine], router(engine, routing=PRICE) as r:
-        monkeypatch.setattr(Admission, "place", broken)
+        monkeypatch.setattr(Admitter, "place", broken)
         assert (await r.request(post(chat("word " * 300_000)))).error["code"] == "internal_error"
         assert r.service.counters.prompts_in_threads == 1
         assert_logged_once(caplog)

@@ -7,7 +7,7 @@ from routing_harness import RoutingHarness, prompt
 
 from warmroute.core.output_length import DEFAULT_TOKENS, MAX_RAISED_TOKENS, OutputLengthEstimate
 from warmroute.core.speeds import DecodeSpeed
-from warmroute.core.tickets import Dispatch
+from warmroute.core.tickets import PromptTicket
 
 
 def test_the_estimate_is_the_average_of_model_and_tenant() -> None:
@@ -97,7 +97,7 @@ def test_the_estimate_is_learned_from_reported_usage() -> None:
     harness = RoutingHarness(1)
     for _ in range(100):
         ticket = harness.busy(harness.nodes[0], 1000)
-        assert isinstance(ticket, Dispatch)
+        assert isinstance(ticket, PromptTicket)
         harness.advance(0.1)
         ticket.first_token(harness.now_s)
         harness.advance(1.0)

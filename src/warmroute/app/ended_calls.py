@@ -10,8 +10,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from warmroute.app.capture import Capture
-from warmroute.app.prompt_doctor import PromptDoctor
+from warmroute.app.capture import TrafficCapture
+from warmroute.app.prompt_doctor import PromptComparison
 from warmroute.app.tracing import TraceExporter, trace_of_call, trace_of_request
 from warmroute.config import Config
 from warmroute.core.calls import Call
@@ -29,8 +29,8 @@ class EndedCalls:
     def __init__(
         self,
         config: Config,
-        capture: Capture,
-        prompt_doctor: PromptDoctor,
+        capture: TrafficCapture,
+        prompt_doctor: PromptComparison,
         exporter: TraceExporter | None,
         output_lengths: OutputLengthEstimate,
         is_served: Callable[[str], bool],

@@ -35,9 +35,11 @@ if TYPE_CHECKING:
 log = EventLog("warmroute.journal")
 
 WRITE_INTERVAL_S: Final = 0.25
+"""A crash loses this much of the journal."""
 BATCH_ENTRIES: Final = 256
 """Decisions that are written at once. More would keep the interpreter lock for too long."""
 CLOSE_TIMEOUT_S: Final = 2.0
+"""How long the end of the process waits for a disk that hangs."""
 
 
 # The file.

@@ -69,7 +69,7 @@ class ModelWatch:
         self._now = now
         self._warned: set[str] = set()
         self._compared: dict[tuple[str, str], tuple[PromptTokenizer, float, Agreement]] = {}
-        """By node and model: the tokenizer, the engine's start, and the result."""
+        """What was compared, by node and model: the tokenizer, the engine's start, and the result."""
         self._retry_at_s: dict[tuple[str, str], float] = {}
 
     def agreement(self, node: str, model: str) -> Agreement | None:

@@ -21,7 +21,7 @@ from math import inf
 from typing import TYPE_CHECKING, Any, Final
 
 from warmroute.config import Hedging as HedgingConfig
-from warmroute.core.admission import TICK_S, Admission
+from warmroute.core.admission import TICK_S, Admitter
 from warmroute.core.calls import CALL_ROWS, DONE, SENT, STATES, TRY_ROWS, Call, Calls, Plan, TicketEvent
 from warmroute.core.calls import MOVE as MOVE_TO
 from warmroute.core.decision import check_deadlines
@@ -86,7 +86,7 @@ class Brain:
         self,
         fleet: Fleet,
         router: Router,
-        admission: Admission,
+        admission: Admitter,
         counters: Counters,
         *,
         traffic: Traffic | None = None,

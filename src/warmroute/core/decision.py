@@ -125,7 +125,7 @@ class Decision:
                 reason = f"stays on {node.island}, its conversation's island"
             lookup = query.lookup
             if lookup is not None:
-                tokens = lookup.token_count if lookup.special is None else lookup.special.total_tokens
+                tokens = lookup.token_count if lookup.batch is None else lookup.batch.total_tokens
                 if self.index < 0 and (hit := query.hits().get(node.name)) is not None:
                     expected_cached = hit.expected
         record = DecisionRecord(

@@ -6,14 +6,12 @@ from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Final
 
-from warmroute.config import Health as HealthConfig
-from warmroute.config import NodeConfig, node_name
-from warmroute.config import OutlierDetection as OutlierConfig
+from warmroute.config import Health, NodeConfig, OutlierDetection, node_name
 from warmroute.config.nodes import Role
 from warmroute.core.adapters import FleetAdapters, GroupAdapter
 from warmroute.core.context_windows import windows_by_model
 from warmroute.core.group import Group
-from warmroute.core.health import HealthState, OutlierDetection
+from warmroute.core.health import HealthState, Outliers
 from warmroute.core.islands import IslandRegistry
 from warmroute.core.messages import AT_FAULT, PASSED, Outcome
 from warmroute.core.node import Node, Ticket
@@ -29,12 +27,12 @@ OnHealthChange = Callable[[Node, HealthState], None]
 class Fleet:
     def __init__(
         self,
-        health: HealthConfig,
+        health: Health,
         on_change: OnHealthChange = lambda _node, _before: None,
-        outlier_detection: OutlierConfig | None = None,
+        outlier_detection: OutlierDetection | None = None,
     ) -> None:
         self._health = health
-        self.outlier_detection = OutlierDetection(outlier_detection or OutlierConfig())
+        self.outlier_detection = Outliers(outlier_detection or OutlierDetection())
         self._observers = [on_change]
         self._config_observers: list[Callable[[Node], None]] = []
         self._speed_review = SpeedReview()
@@ -143,7 +141,7 @@ class Fleet:
             self._members_changed(group)
         return node
 
-    def reconfigure(self, nodes: Sequence[NodeConfig], health: HealthConfig) -> tuple[list[Node], list[Node]]:
+    def reconfigure(self, nodes: Sequence[NodeConfig], health: Health) -> tuple[list[Node], list[Node]]:
         """Apply a new configuration. Return the nodes added and removed."""
         self._health = health
         wanted = {node_name(config): config for config in nodes}

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from warmroute.config import Health as HealthConfig
-from warmroute.config import OutlierDetection as OutlierConfig
+from warmroute.config import Health, OutlierDetection
 from warmroute.core.messages import AT_FAULT, PASSED
 
 if TYPE_CHECKING:
@@ -55,8 +54,8 @@ class HealthState(enum.Enum):
 
 
 @dataclass(slots=True, eq=False)
-class Health:
-    config: HealthConfig
+class NodeHealth:
+    config: Health
     state: HealthState = HealthState.UNKNOWN
     confirmed: bool = False
     """DOWN because the connection was refused or the node said so, not on suspicion."""
@@ -327,8 +326,8 @@ class RecentRequests:
         return self._repeats
 
 
-class OutlierDetection:
-    def __init__(self, config: OutlierConfig) -> None:
+class Outliers:
+    def __init__(self, config: OutlierDetection) -> None:
         self.config = config
         self._typical: dict[tuple[str, str], tuple[float, float]] = {}
         """By model and GPU: when it was computed, and the median time per token of the nodes that are up."""

@@ -128,8 +128,9 @@ def namespace_seed(model: str, lora: str, block_size: int, tokenizer: str = "") 
     return int.from_bytes(digest.digest(), "little")
 
 
-class SpecialPrompt(msgspec.Struct, eq=False):
-    """What else there is to know of a prompt whose reported cached tokens cannot be compared with a prediction."""
+class PromptBatch(msgspec.Struct, eq=False):
+    """What a request has besides one ordinary prompt: further prompts, or an engine that does not use its cache for it.
+    Its reported cached tokens cannot be compared with a prediction."""
 
     skips_cache: bool = False
     """Whether the engine prefills the whole prompt, whatever it has cached."""
@@ -138,7 +139,7 @@ class SpecialPrompt(msgspec.Struct, eq=False):
     prompts: int = 1
     """Number of the request's prompts."""
     total_tokens: int = 0
-    """Tokens of all of them."""
+    """Tokens of all the request's prompts."""
 
 
 class Lookup(msgspec.Struct, eq=False):
@@ -154,7 +155,7 @@ class Lookup(msgspec.Struct, eq=False):
     text: bool = False
     """Whether the prompt matches only prompts like itself, not the engine's blocks: `tokens` are bytes of its text, or
     the engine may truncate it."""
-    special: SpecialPrompt | None = None
+    batch: PromptBatch | None = None
     """Set where the request is not a single prompt that the engine takes as it is."""
     chains: dict[tuple[str, str, int], bytes] = {}
     """What `blocks` has computed."""
@@ -227,11 +228,11 @@ MAX_PARAMETERS_BYTES: Final = 1 << 20
 class KvTransfer(Protocol):
     """The fields that the prefill request and the decode request have beside the client's: JSON text by name."""
 
-    def prefill_fields(self, fields: Container[str], prefill_node: NodeRow, room: int) -> Mapping[str, bytes]:
-        """`fields`: those of the client's body. `room`: a random number, the same for both requests."""
+    def prefill_fields(self, fields: Container[str], prefill_node: NodeRow, bootstrap_room: int) -> Mapping[str, bytes]:
+        """`fields`: those of the client's body. `bootstrap_room`: a random number, the same for both requests."""
 
     def decode_fields(
-        self, fields: Container[str], prefill_node: NodeRow, room: int, transfer: bytes | None
+        self, fields: Container[str], prefill_node: NodeRow, bootstrap_room: int, transfer: bytes | None
     ) -> Mapping[str, bytes]:
         """`transfer`: what `read_transfer` returned; None if the protocol sends both requests at the same time."""
 

@@ -15,11 +15,10 @@ from warmroute._kernel import (
     TicketState,
     key_hash,
 )
-from warmroute.config import Health as HealthConfig
-from warmroute.config import NodeConfig, node_name
+from warmroute.config import Health, NodeConfig, node_name
 from warmroute.config.nodes import Role
 from warmroute.core.adapters import FleetAdapters, LoadedAdapters
-from warmroute.core.health import Health, RecentRequests
+from warmroute.core.health import NodeHealth, RecentRequests
 from warmroute.core.messages import Outcome, RoutingRequest
 from warmroute.core.prefill_work import work
 from warmroute.core.reported_values import ReportedValues
@@ -312,7 +311,7 @@ class Node(NodeState):
         "whole_answer_times", "whole_answers",
     )  # fmt: skip
 
-    def __init__(self, config: NodeConfig, health: HealthConfig, adapters: FleetAdapters | None = None) -> None:
+    def __init__(self, config: NodeConfig, health: Health, adapters: FleetAdapters | None = None) -> None:
         parts = urlsplit(config.url)
         self.name = node_name(config)
         self.url = config.url.rstrip("/")
@@ -353,7 +352,7 @@ class Node(NodeState):
         """Start time of the engine's process, as it reports it. It changes with a restart."""
 
         # Health, and load as last polled.
-        self.health = Health(health)
+        self.health = NodeHealth(health)
         self.draining = False
         self.drained_by_hand = False
         """An operator drained it, and only an operator ends that."""

@@ -61,7 +61,7 @@ MAX_PREFILL: Final = 4
 """Prefill nodes that are combined with decode nodes."""
 MAX_DECODE: Final = 4
 """Decode nodes by each of two orders: the cheapest ones, and those with the least context."""
-NEAR: Final = 1.5
+MAX_RATIO_TO_CHEAPEST: Final = 1.5
 """Nodes with a price up to this × the lowest one are among the cheapest."""
 STALL_SCALE_MS: Final = 200.0
 """An answer that stands still for this long costs as much as a first token that comes later by this time."""
@@ -128,7 +128,7 @@ class Pairs:
         if decision.prices is None or not isinstance(policy, PricePolicy) or query.lookup is None:
             return self._by_load(decision, group, query.request) if decision.node.needs_partner else decision
         never = policy.split == "never" and not decision.node.needs_partner
-        if never or query.lookup.special is not None:  # several prompts, or one that the engine truncates
+        if never or query.lookup.batch is not None:  # several prompts, or one that the engine truncates
             return self._without_partner(decision, query, policy)
         engine = decision.node.engine
         trial = next((n for n in group.half_open_prefill if n.needs_trial_request and n.engine == engine), None)
@@ -287,7 +287,7 @@ class Pairs:
         prices = policy.prices(on_prefill, 1.0)
         tied = prices.least_loaded(prices.cheapest(TIE))
         best = tied[int(self._random.random() * len(tied))]
-        indexes = [best, *[index for index in prices.cheapest(NEAR)[:MAX_PREFILL] if index != best]]
+        indexes = [best, *[index for index in prices.cheapest(MAX_RATIO_TO_CHEAPEST)[:MAX_PREFILL] if index != best]]
         parts = []
         for index in indexes[:MAX_PREFILL]:
             row = Price._make(prices[index])
@@ -384,7 +384,7 @@ def _best_decode(prices: Prices, nodes: Sequence[Node], chosen: int) -> Sequence
     if len(nodes) <= 2 * MAX_DECODE:
         return range(len(nodes))
     emptiest = nsmallest(MAX_DECODE, range(len(nodes)), key=lambda index: nodes[index].context_tokens)
-    best = dict.fromkeys((*prices.cheapest(NEAR)[:MAX_DECODE], *emptiest))
+    best = dict.fromkeys((*prices.cheapest(MAX_RATIO_TO_CHEAPEST)[:MAX_DECODE], *emptiest))
     if chosen >= 0:
         best[chosen] = None
     return list(best)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from warmroute.core.admission import Admission
+from warmroute.core.admission import Admitter
 from warmroute.core.fleet import Fleet
 from warmroute.core.messages import NodeRow, Tables
 from warmroute.core.node import Node
@@ -10,7 +10,7 @@ from warmroute.core.router import Router
 
 
 class FleetTables:
-    def __init__(self, fleet: Fleet, router: Router, admission: Admission) -> None:
+    def __init__(self, fleet: Fleet, router: Router, admission: Admitter) -> None:
         self._fleet = fleet
         self._router = router
         self._without_node = admission.without_node
@@ -43,7 +43,7 @@ class FleetTables:
                 group.model: group.windows.sizes[0] for group in fleet.groups if group.windows is not None
             },
             wants_tokens=router.policy.wants_tokens,
-            route_wants_tokens={name: policy.wants_tokens for name, policy in router._by_route.items()},
+            route_wants_tokens={name: policy.wants_tokens for name, policy in router.policies_by_route.items()},
         )  # fmt: skip
 
 

@@ -24,7 +24,7 @@ from warmroute.core.reported_values import MAX_MODELS, MAX_NAME_LENGTH, Reported
 from warmroute.engines import sglang, trtllm, vllm
 from warmroute.engines.engine import Engine
 
-# The engines by the name that the configuration has for them.
+# The engines by the name that the configuration has for them, in the order of detection.
 
 ENGINES: Final[dict[str, Engine]] = {"vllm": vllm.ENGINE, "sglang": sglang.ENGINE, "trtllm": trtllm.ENGINE}
 _NAMES: Final = [f'"{name}"' for name in ENGINES]
@@ -103,6 +103,7 @@ def parse_model_cards(cards: Sequence[dict[str, Any]]) -> ServedModels | None:
     bases = [card for card in cards if not card.get("parent")]
     if not bases:
         return None
+    # An engine serves one base model, under a few names. KV events do not say to which base a block belongs.
     base = bases[0]
     root = base.get("root")
     aliases = tuple(card["id"] for card in bases[1:] if root and card.get("root") == root)

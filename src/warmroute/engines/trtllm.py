@@ -25,11 +25,12 @@ from warmroute.engines.prometheus_page import counter, less, mean, total
 
 PATH: Final = "/kv_cache_events"
 COMMON_BLOCK_SIZES: Final = (32, 64, 128)
-"""Block sizes that the converter accepts from a single block."""
+"""Block sizes that the converter accepts from a single block. A chain of one block may be an incomplete one."""
 MAX_EVENT_BYTES: Final = 8 << 20
 """Longer events are ignored. A prompt of 128 Ki tokens takes 6 MB."""
 MAX_OTHER_BYTES: Final = 1 << 20
-"""Of a response that cannot be split before it is parsed, because its events do not start with their number."""
+"""Largest response that is parsed as a whole: its events do not start with their number, so they cannot be found one by
+one."""
 _EVENT_START: Final = b'{"event_id"'
 _MEDIA: Final = ("GPU", "CPU")
 
@@ -128,6 +129,7 @@ class EventConverter:
         self._window = 0
 
     def convert(self, event: PolledEvent) -> list[Event]:
+        # The widest window decides whether a prefix is a hit: a narrow one drops old blocks by design.
         self._window = max(self._window, event.window_size)
         if event.window_size < self._window:
             return []
@@ -151,6 +153,7 @@ class EventConverter:
         parent = None if data.parent_hash is None else _hash(data.parent_hash)
         events: list[Event] = []
         for block in data.blocks:
+            # Everything behind an incomplete block hangs on it, and no other prompt has it.
             if len(block.tokens) != self._block_size:
                 break
             name = _hash(block.block_hash)
@@ -158,6 +161,7 @@ class EventConverter:
             keys += block.mm_keys or ()
             stored = BlockStored([name], parent, [token.token_id for token in block.tokens], self._block_size)
             stored.lora_id, stored.medium = block.lora_id, _medium(block.cache_level)
+            # Empty, not None: None would mean that the salt is among the extra keys, as in vLLM.
             stored.cache_salt = block.cache_salt or ""
             if keys:
                 stored.extra_keys = msgspec.Raw(msgspec.msgpack.encode([keys]))
@@ -213,14 +217,14 @@ class _Transfer(msgspec.Struct):
 
 
 class TrtllmKvTransfer:
-    def prefill_fields(self, fields: Container[str], prefill_node: NodeRow, room: int) -> Mapping[str, bytes]:
+    def prefill_fields(self, fields: Container[str], prefill_node: NodeRow, bootstrap_room: int) -> Mapping[str, bytes]:
         values = {"disaggregated_params": _CONTEXT_ONLY, "stream": b"false"}
         if "stream_options" in fields:
             values["stream_options"] = b"null"
         return values
 
     def decode_fields(
-        self, fields: Container[str], prefill_node: NodeRow, room: int, transfer: bytes | None
+        self, fields: Container[str], prefill_node: NodeRow, bootstrap_room: int, transfer: bytes | None
     ) -> Mapping[str, bytes]:
         if transfer is None:
             return {}
@@ -237,6 +241,7 @@ class TrtllmKvTransfer:
             ids = found.prompt_token_ids if bytes(found.prompt_token_ids).startswith(b"[") else _NULL
             if len(bytes(ids)) > MAX_IDS_BYTES:
                 return None
+            # A Raw field is copied without being parsed.
             msgspec.json.decode(ids)  # the decode node gets these bytes: all of them have to be valid
         except (ValueError, RecursionError):
             return None

@@ -15,7 +15,7 @@ from warmroute.engines.prometheus_page import counter, labels, latest_labels, me
 # Reads vLLM's metrics page.
 
 KV_CONNECTOR_METRICS: Final = b"\nvllm:nixl_"
-"""In the metrics of an engine with NixlConnector, which can transfer KV cache."""
+"""The first characters of metrics that an engine has only with NixlConnector, which can transfer KV cache."""
 
 
 def parse_load(page: bytes) -> LoadReport:
@@ -49,6 +49,7 @@ def _cache_size(page: bytes) -> tuple[int, int]:
     for config in labels(page, b"vllm:cache_config_info"):
         block_size = whole_number(config.get(b"block_size"))
         tokens = whole_number(config.get(b"kv_cache_size_tokens"))
+        # Not every release reports tokens. Each rank has a sample of its own.
         capacity_tokens += tokens or whole_number(config.get(b"num_gpu_blocks")) * block_size
     return block_size, capacity_tokens
 
@@ -72,11 +73,11 @@ class _Response(msgspec.Struct):
 
 
 class VllmKvTransfer:
-    def prefill_fields(self, fields: Container[str], prefill_node: NodeRow, room: int) -> Mapping[str, bytes]:
+    def prefill_fields(self, fields: Container[str], prefill_node: NodeRow, bootstrap_room: int) -> Mapping[str, bytes]:
         return {"kv_transfer_params": _DO_REMOTE_DECODE, **one_token_fields(fields)}
 
     def decode_fields(
-        self, fields: Container[str], prefill_node: NodeRow, room: int, transfer: bytes | None
+        self, fields: Container[str], prefill_node: NodeRow, bootstrap_room: int, transfer: bytes | None
     ) -> Mapping[str, bytes]:
         return {} if transfer is None else {"kv_transfer_params": transfer}
 
@@ -102,11 +103,14 @@ def one_token_fields(fields: Container[str]) -> dict[str, bytes]:
         return values
     if "max_completion_tokens" in fields:
         values["max_completion_tokens"] = b"1"
+    # Chat completions have two names for the limit, and vLLM takes whichever is set. Each that the client set has to be
+    # overwritten.
     if "max_tokens" in fields or "max_completion_tokens" not in fields:
         values["max_tokens"] = b"1"
     if "stream_options" in fields:
         values["stream_options"] = b"null"  # not allowed without stream
     if "min_tokens" in fields:
+        # `min_tokens` above `max_tokens` is an error 400.
         values["min_tokens"] = b"0"
     return values
 

@@ -72,7 +72,7 @@ def _toml(value: Any) -> str:
     return f"{value:_}" if isinstance(value, int) and value > 65_535 else str(value)
 
 
-# warmroute metrics-reference: prints the metrics reference, generated from app/metrics/__init__.py.
+# warmroute metrics-reference: prints the metrics reference, from what app/metrics/ declares.
 
 METRICS_INTRODUCTION = """\
 # Metrics
@@ -97,7 +97,8 @@ def run_metrics_reference(_args: argparse.Namespace) -> int:
 
 
 def metrics_reference() -> str:
-    from warmroute.app.metrics import LABELS, METRICS
+    from warmroute.app.metrics import LABELS
+    from warmroute.app.metrics.page import METRICS
 
     lines = [METRICS_INTRODUCTION, "| metric and labels | meaning |", "| --- | --- |"]
     for metric in METRICS:
@@ -147,29 +148,25 @@ def add_monitoring(commands: Any) -> None:
 
 def run_monitoring(args: argparse.Namespace) -> int:
     from warmroute.app.metrics.page import WAIT_BUCKETS
-    from warmroute.app.monitoring.alert_rules import Thresholds, alert_rules, render_reference, render_rules
-    from warmroute.app.monitoring.dashboard import render_dashboard
+    from warmroute.app.monitoring import ALERT_RULES, DASHBOARD, Objectives, reference, render
 
-    thresholds = Thresholds()
+    objectives = Objectives()
     if args.ttft_seconds is not None:
         if args.ttft_seconds not in WAIT_BUCKETS.bounds_s:
             choices = ", ".join(f"{bound:g}" for bound in WAIT_BUCKETS.bounds_s)
             print(f"warmroute: --ttft-seconds has to be a bucket of the TTFT histogram: {choices}", file=sys.stderr)
             return 2
-        thresholds = thresholds._replace(ttft_s=args.ttft_seconds)
+        objectives = objectives._replace(ttft_s=args.ttft_seconds)
     if args.queue_wait_seconds is not None:
-        thresholds = thresholds._replace(queue_wait_s=args.queue_wait_seconds)
+        objectives = objectives._replace(queue_wait_s=args.queue_wait_seconds)
     if args.ttft_share is not None:
-        thresholds = thresholds._replace(ttft_share=args.ttft_share)
+        objectives = objectives._replace(ttft_share=args.ttft_share)
     if args.availability is not None:
-        thresholds = thresholds._replace(availability=args.availability)
-    rules = alert_rules(thresholds)
-    files = {
-        args.directory / GRAFANA_FILE: render_dashboard(thresholds),
-        args.directory / RULES_FILE: render_rules(rules),
-    }
+        objectives = objectives._replace(availability=args.availability)
+    rules = render(ALERT_RULES, objectives)
+    files = {args.directory / GRAFANA_FILE: render(DASHBOARD, objectives), args.directory / RULES_FILE: rules}
     if args.reference is not None:
-        files[args.reference] = render_reference(rules)
+        files[args.reference] = reference(rules)
     if args.check:
         return _check(files)
     for path, text in files.items():

@@ -76,6 +76,7 @@ class Report:
 # What a node's answers mean for the router, and what to change. No I/O.
 
 MAX_CLOCK_SKEW_S = 2.0
+"""The date of a response has whole seconds, and the way to the node takes some of one."""
 
 
 def reachable(facts: NodeFacts, health_path: str) -> Check:
@@ -243,6 +244,11 @@ def kv_events(facts: NodeFacts, unreachable: list[str], sample: SampleResult | N
         yield Check(name, "note", f"{shown} accepts the subscription; the sample request failed")
     elif sample.has_event:
         yield Check(name, "ok", f"{shown}; an event arrived for a sample request")
+    elif sample.unreadable:
+        yield Check(
+            name, "problem", f"the router cannot read what {shown} sends: {sample.unreadable}",
+            f"Check that the port is that of the engine's KV events. {engine_of(facts.engine).to_publish_kv_events}",
+        )  # fmt: skip
     elif facts.prefix_caching is False:
         yield Check(name, "problem", f"{shown}; no event arrived, because prefix caching is off",
                     engine_of(facts.engine).to_cache_prefixes)  # fmt: skip

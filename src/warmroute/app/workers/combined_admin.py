@@ -14,10 +14,10 @@ from urllib.parse import parse_qs, unquote
 import msgspec
 
 from warmroute._kernel import RequestHead
-from warmroute.app import metrics
 from warmroute.app.admin import check_token
 from warmroute.app.alert_webhook import OUTCOMES, AlertWebhook
 from warmroute.app.live_page import PageFiles
+from warmroute.app.metrics import page as metrics
 from warmroute.app.metrics.exposition import CONTENT_TYPE
 from warmroute.app.workers.combined_live import CombinedLive
 from warmroute.app.workers.combined_metrics import CombinedMetrics
@@ -64,7 +64,7 @@ class CombinedAdmin:
         self.webhook: AlertWebhook | None = None
         """Where alerts are sent, whose counts are on the metrics page."""
 
-    def admit(self, head: RequestHead) -> None:
+    def check_head(self, head: RequestHead) -> None:
         """Check the token. Raises HttpError."""
         check_token(head, self._token)
 

@@ -10,16 +10,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from warmroute.app import metrics
-from warmroute.app.metrics import METRICS
+from warmroute.app.metrics import fleet_metrics
+from warmroute.app.metrics import page as metrics
 from warmroute.app.metrics.exposition import format_number
+from warmroute.app.metrics.page import METRICS
 
 SUMMED_GAUGES: Final = frozenset(
     {
-        *(metrics.REQUESTS_WAITING.name, metrics.CLIENT_CONNECTIONS.name, metrics.NODE_IN_FLIGHT.name),
+        *(metrics.REQUESTS_WAITING.name, metrics.CLIENT_CONNECTIONS.name, fleet_metrics.NODE_IN_FLIGHT.name),
         *(metrics.CLIENT_UNREAD.name, metrics.REQUEST_BODIES.name),
         *(
-            metrics.INDEX_BYTES.name,
+            fleet_metrics.INDEX_BYTES.name,
             "process_resident_memory_bytes",
             "process_virtual_memory_bytes",
             "process_open_fds",

@@ -78,7 +78,7 @@ class Supervisor:
         self.admin = CombinedAdmin(self, self.config.admin.token_sha256)
         self.admin.webhook = create_webhook(self.config.alerts)
         self._admin_listener = Listener(
-            AsyncHandler(self.admin.answer, self.admin.admit), self.config.limits, self._timers
+            AsyncHandler(self.admin.answer, self.admin.check_head), self.config.limits, self._timers
         )
         self._passing: ConnectionPassing | None = None
         self._origin = new_origin()
