@@ -19,7 +19,8 @@ from warmroute.prompt.request_body import read_json
 def assert_same_keys(prompt: WorkloadPrompt, form: Form, history: ConversationHistory) -> None:
     simulated = simulated_request(prompt, 0, form)
     sent = chat_messages(prompt, history) if form == "chat" else ()
-    real = RoutingRequest(*read_json(build_request(prompt, sent, MODEL, form)[1])[:4])
+    path, body = build_request(prompt, sent, MODEL, form)
+    real = RoutingRequest(*read_json(path.encode(), body)[:4])
     assert simulated.prefix_key() == real.prefix_key() is not None
     assert simulated.session_key() == real.session_key()
 
