@@ -103,7 +103,7 @@ def test_words_and_places_of_the_code_are_not_noticed(house: Path) -> None:
     # Comments, docstrings, also of fields, lines, imports.
     change(house, RULE, "from random import Random", "import random\nfrom random import Random  # a comment")
     change(house, RULE, '        """Nodes that got a cold request, the least recent first."""\n', "")
-    change(house, RULE, '"""llm-d\'s weighted scorers', '"""The weighted scorers of llm-d')
+    change(house, RULE, '"""llm-d\'s rules, as of', '"""The rules of llm-d, as of')
     change(house, "src/index.c", "/* Why. */\nint one(void) {", "/* Other words. */ int one(void)\n{")
     change(house, "bench/steps.py", "return 2", "return 5")  # another function than the declared one
     assert figures(house) == (0, "figures: docs and bench/results agree\n")
