@@ -35,7 +35,7 @@ DYNAMO_1_4 = "ai-dynamo/dynamo/blob/v1.4.1/lib/kv-router/"
 LITELLM = "BerriAI/litellm/blob/b0fd3e1e3070ed5068837ffa4efb0e1afc0517e6/"  # 1.97.0
 
 
-def source(*files: str) -> Any:
+def source(*files: str) -> pytest.MarkDecorator:
     """Name the files that a test's numbers come from."""
     return pytest.mark.source(*(f"https://github.com/{file}" for file in files))
 
@@ -123,7 +123,7 @@ def test_llm_ds_weights_are_those_of_its_guides() -> None:
     assert parse_policy("llm_d_precise:no_hit_lru=0,speculative_s=0").peer(1) is not None
 
 
-def affinity(matches: Sequence[int], tokens: Sequence[int], **more: float) -> set[int]:
+def affinity(matches: Sequence[int], tokens: Sequence[int], **more: Any) -> set[int]:
     """Return the choices for a prompt of 100 blocks: of each node, its matched blocks and prompt tokens in flight."""
     fleet = Fleet(LlmDAffinity(Random(1), **more), len(matches))
     request = fleet.request("a", tokens=1600)
@@ -273,5 +273,5 @@ def test_litellms_default_is_a_random_choice_which_replay_has_as_random() -> Non
     """`simple-shuffle` without weights draws each deployment with the same chance; `least-busy` is `least_loaded`."""
     assert not any(name.startswith("litellm") for name in PEERS)
     workload, policy = parse_workload(["shared_system_prompts"]), parse_policy("random")
-    run = replay(Setup(workload=workload, nodes=specs(3), policy=policy, rate=20.0, limit=600))
+    run = replay(Setup(workload=workload, nodes=tuple(specs(3)), policy=policy, rate=20.0, limit=600))
     assert all(160 <= node["requests"] <= 240 for node in run["nodes"])  # 200 ± 3.5 σ
