@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from support.raw_client import chat, get, post
 from support.running_router import RunningRouter, router
 from support.scripted_engine import engines
 
+from warmroute.config import Limits
 from warmroute.core.admission import Admitter
 from warmroute.core.calls import Calls
 from warmroute.core.fleet import Fleet
@@ -21,11 +23,13 @@ from warmroute.core.router import Router
 from warmroute.core.traffic import Traffic
 from warmroute.edge import errors, exchange, proxy
 from warmroute.edge.arrival import RequestBuilder
-from warmroute.edge.client_connection import BodyReader, ClientConnection
+from warmroute.edge.async_handler import AsyncHandler, Request, Responder
+from warmroute.edge.client_connection import BodyReader, ClientConnection, Listener
 from warmroute.edge.connection_pool import ConnectionPool
 from warmroute.edge.exchange import Exchange
 from warmroute.edge.node_connection import NodeConnection
 from warmroute.edge.proxy import OwnEndpoints, Proxy
+from warmroute.edge.timer_wheel import TimerWheel
 from warmroute.edge.tries import NodeTry
 
 pytestmark = pytest.mark.interpreted
@@ -262,3 +266,23 @@ def assert_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     assert [getattr(record, "event", "") for record in lines] == ["request_failed_internally"], lines
     assert "RuntimeError at " in lines[0].getMessage()
     assert SECRET not in caplog.text
+
+
+async def test_an_answer_of_the_admin_api_that_is_cancelled_half_way_looks_incomplete() -> None:
+    async def answer(_request: Request, responder: Responder) -> None:
+        responder.start(200, "text/plain")
+        responder.write(b"begun")
+        lost = asyncio.get_running_loop().create_future()
+        lost.cancel()
+        await lost
+
+    listener = Listener(AsyncHandler(answer), Limits(), TimerWheel(time.monotonic))
+    server = await asyncio.get_running_loop().create_server(listener.protocol, "127.0.0.1", 0)
+    try:
+        reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+        writer.write(get("/"))
+        assert (await asyncio.wait_for(reader.read(), 5.0)).endswith(b"\r\n\r\n5\r\nbegun\r\n")
+        writer.close()
+    finally:
+        listener.abort_all()
+        server.close()
