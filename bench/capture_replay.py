@@ -28,9 +28,8 @@ import msgspec
 from record import Report, add_record_option, load_average
 from request_path import cost_us
 
-from warmroute.app.capture import Capture, CapturedCall, CaptureFile, CaptureRun
-from warmroute.config import Capture as CaptureConfig
-from warmroute.config import Health, NodeConfig
+from warmroute.app.capture import CapturedCall, CaptureFile, CaptureRun, TrafficCapture
+from warmroute.config import Capture, Health, NodeConfig
 from warmroute.core.calls import Call
 from warmroute.core.fleet import Fleet as WarmrouteFleet
 from warmroute.core.messages import CallHistory, Outcome, RoutingRequest
@@ -44,7 +43,7 @@ from warmroute.lab.load import LoadOptions, LoadRun
 from warmroute.lab.replay_setup import PolicySpec, parse_policy
 from warmroute.lab.run import Setup, replay
 from warmroute.lab.simulated_node import Conditions, NodeSpec
-from warmroute.lab.sizing import Limits, nodes_needed
+from warmroute.lab.sizing import LatencyLimits, nodes_needed
 from warmroute.lab.summary import Measured, measure
 from warmroute.lab.workloads import Trace, parse_workload
 from warmroute.prompt.prompt import exact_prompt
@@ -267,7 +266,7 @@ def _measured(past: Measured, fleet: Fleet, live: dict[str, Any] | None) -> tupl
 
 def _cost(report: Report) -> None:
     """What a captured request of 8,000 tokens costs: on the event loop, and in the thread that writes it."""
-    capture = Capture(CaptureConfig(), Counters())
+    capture = TrafficCapture(Capture(), Counters())
     capture.start(CaptureFile(Path("/dev/null"), 1 << 62))
     prompt = exact_prompt(bytes(4 * 8000))
     request = RoutingRequest("m", arrived_s=time.monotonic() + 1e6)
@@ -296,7 +295,7 @@ def _setup(trace: Trace, fleet: Fleet, policy: PolicySpec, seed: int) -> Setup:
 
 def _plan(capture: Path, report: Report) -> None:
     """`warmroute plan` on the capture of `make run`: the nodes that each policy needs."""
-    limits, started_s = Limits(ttft_p90_ms=1000.0), time.monotonic()
+    limits, started_s = LatencyLimits(ttft_p90_ms=1000.0), time.monotonic()
     for name in ("price", "round_robin"):
         policy = parse_policy(name)
         found = nodes_needed(_setup(Trace(capture), DEMO_FLEET, policy, 1), policy, limits, 64)

@@ -16,9 +16,8 @@ from random import Random
 from record import Report, add_record_option
 
 from warmroute import build
-from warmroute.config import Admission as AdmissionConfig
-from warmroute.config import Health, Index, NodeConfig, Pricing, Routing
-from warmroute.core.admission import Admission
+from warmroute.config import Admission, Health, Index, NodeConfig, Pricing, Routing
+from warmroute.core.admission import Admitter
 from warmroute.core.brain import Brain
 from warmroute.core.cache_view import CacheView
 from warmroute.core.cluster.cluster_state import ClusterState
@@ -37,7 +36,7 @@ class Process:
         self.fleet = Fleet(Health())
         self.cache_view = CacheView(Index())
         router = Router(self.fleet, self.cache_view, Routing(policy="price", seed=1), Pricing())
-        admission = Admission(router, AdmissionConfig())
+        admission = Admitter(router, Admission())
         brain = Brain(self.fleet, router, admission, Counters())
         for at in range(nodes):
             node = self.fleet.add(NodeConfig(url=f"http://n{at}:1", name=f"n{at}", models=("m",)))

@@ -46,7 +46,7 @@ from warmroute.core.messages import Lookup, Outcome, RoutingRequest
 from warmroute.core.node import Ticket
 from warmroute.core.node_cache import Tier
 from warmroute.core.router import Router
-from warmroute.core.tickets import Dispatch
+from warmroute.core.tickets import PromptTicket
 from warmroute.core.traffic import Counters
 from warmroute.edge.arrival import lookup_of
 from warmroute.prompt.prompt import Prompt
@@ -188,8 +188,8 @@ class RoutedFleet:
         return self.router.decide(request, self._now_s, lookup_of(prompt, ""))
 
     def account(self, decision: Decision) -> None:
-        ticket = self.router.dispatch(decision, decision.node, self._now_s)
-        assert isinstance(ticket, Dispatch) and ticket.prediction is not None and ticket.prediction.tokens
+        ticket = self.router.open_ticket(decision, decision.node, self._now_s)
+        assert isinstance(ticket, PromptTicket) and ticket.prediction is not None and ticket.prediction.tokens
         ticket.first_token(self._now_s)
         ticket.record_usage(ticket.prediction.prompt_tokens, ticket.prediction.tokens, 300, self._now_s)
         ticket.close(Outcome.OK, self._now_s)

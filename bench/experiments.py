@@ -32,18 +32,26 @@ LLM_D_STEPS = (
 )
 LLM_D_TOKENS = ("system_tokens=6320", "question_tokens=1264", "output_tokens=1000")
 """The guide specifies 6,000 + 1,200; the published reports count 7,577 to 7,584 in a prompt and 998 in an answer."""
+LLM_D_EQUAL = "llm_d:prefix=1,kv=1,short_queue=1,no_hit_lru=0"
+"""llm-d's estimated routing with the weights of the published run."""
+LLM_D_JANUARY = "llm_d_precise:no_hit_lru=0,speculative_s=0"
+"""llm-d's precise routing as its guide had it in January 2026."""
 PUBLISHED_TTFT_P90_S: dict[str, tuple[float, ...]] = {
     "random": (0.82, 1.4, 2.3, 70, 86, 101, 106),
     "least_loaded": (1.6, 4.1, 7.0, 78, 84, 101, 110),
-    "llm_d": (0.50, 0.50, 0.40, 0.60, 0.71, 43, 50),
-    "llm_d_precise": (0.50, 0.60, 0.40, 0.60, 0.51, 0.49, 0.50),
+    LLM_D_EQUAL: (0.50, 0.50, 0.40, 0.60, 0.71, 43, 50),
+    LLM_D_JANUARY: (0.50, 0.60, 0.40, 0.60, 0.51, 0.49, 0.50),
+    "llm_d_precise": (0.187, 0.199, 0.225, 0.320, 0.193, 0.272, 0.300),
 }
-"""By rate of PUBLISHED_RATES: llm-d-kv-cache, benchmarking/73-capacity, whose names are random-scheduling,
-load-scheduling, estimated-scheduling and precise-scheduling."""
+"""By rate of PUBLISHED_RATES. The first four: llm-d-kv-cache, benchmarking/73-capacity, whose names are
+random-scheduling, load-scheduling, estimated-scheduling and precise-scheduling. `llm_d_precise`: llm-d's
+guides/precise-prefix-cache-routing at commit 0aa9f337 (2026), with no-hit-lru and speculative entries."""
 PUBLISHED_RATES = (3, 10, 15, 20, 30, 40, 60)
 PUBLISHED_STEP_S = (38, 43, 43, 72, 62, 109, 110)
 """Time of each step until its last answer: the log of llm-d's guides/precise-prefix-cache-aware, January 2026."""
 PUBLISHED_TOKENS_PER_S = (1219, 3902, 5761, 9185, 9222, 10271, 10497)
+PUBLISHED_LATER_TOKENS_PER_S = (1707, 4904, 6887, 11224, 13507, 15593, 15733)
+"""Of `llm_d_precise`, from the same report as its TTFT."""
 
 
 def main() -> None:
@@ -113,7 +121,7 @@ def _mean_and_deviation(values: list[float], unit: str, sign: str = "") -> str:
 
 def run_llm_d(args: argparse.Namespace, report: Report) -> None:
     nodes = tuple(NodeSpec(f"node-{at}", profile("2xh100-32b"), block_size=64) for at in range(8))
-    policies = args.policy or ["random", "least_loaded", "session", "prefix_hash", "llm_d", "llm_d_precise"]
+    policies = args.policy or [*PUBLISHED_TTFT_P90_S, "llm_d_affinity", "session", "prefix_hash"]
     runs: list[Run] = []
     columns = ("TTFT mean", "p90", "per token mean", "output tokens/s", "until the last answer", "hit rate")
     report.table("steps", "policy", "requests/s", *columns)
@@ -144,16 +152,19 @@ def run_llm_d(args: argparse.Namespace, report: Report) -> None:
     for at, rate in enumerate(PUBLISHED_RATES):
         cells = (_beside_published(policy, at, found[policy, rate]["ttft_ms"]["p90"] / 1000.0) for policy in policies)
         report.row(rate, *cells)
-    report.table("precise", "requests/s", "until the last answer", "output tokens/s")
-    for rate, step_s, tokens_per_s in zip(PUBLISHED_RATES, PUBLISHED_STEP_S, PUBLISHED_TOKENS_PER_S, strict=True):
-        run = found["llm_d_precise", rate]
-        tokens = f"{tokens_per_s:,} / {run['output_tokens_per_s']:,.0f}"
-        report.row(rate, f"{step_s} / {run['duration_s']:.0f} s", tokens)
-    for policy in ("random", "llm_d_precise"):
+    report.table("precise", "requests/s", "until the last answer", "output tokens/s", "later guide: output tokens/s")
+    for rate, step_s, tokens_per_s, later in zip(
+        PUBLISHED_RATES, PUBLISHED_STEP_S, PUBLISHED_TOKENS_PER_S, PUBLISHED_LATER_TOKENS_PER_S, strict=True
+    ):
+        january, now = found[LLM_D_JANUARY, rate], found["llm_d_precise", rate]
+        tokens = f"{tokens_per_s:,} / {january['output_tokens_per_s']:,.0f}"
+        later_tokens = f"{later:,} / {now['output_tokens_per_s']:,.0f}"
+        report.row(rate, f"{step_s} / {january['duration_s']:.0f} s", tokens, later_tokens)
+    for policy, name in (("random", "random"), (LLM_D_JANUARY, "january"), ("llm_d_precise", "llm_d_precise")):
         run = found[policy, PUBLISHED_RATES[-1]]
-        report.value(f"{policy}_60_tokens_per_s", f"{run['output_tokens_per_s']:,.0f}")
-        report.value(f"{policy}_60_ttft_mean", ms(run["ttft_ms"]["mean"]))
-        report.value(f"{policy}_60_per_token", ms(run["inter_token_ms"]["mean"]))
+        report.value(f"{name}_60_tokens_per_s", f"{run['output_tokens_per_s']:,.0f}")
+        report.value(f"{name}_60_ttft_mean", ms(run["ttft_ms"]["mean"]))
+        report.value(f"{name}_60_per_token", ms(run["inter_token_ms"]["mean"]))
 
 
 def _beside_published(policy: str, at: int, simulated_s: float) -> str:

@@ -21,9 +21,8 @@ from time import process_time
 
 from record import Report, add_record_option, load_average
 
-from warmroute.config import Admission as AdmissionConfig
-from warmroute.config import Health, Index, NodeConfig, Routing
-from warmroute.core.admission import Admission
+from warmroute.config import Admission, Health, Index, NodeConfig, Routing
+from warmroute.core.admission import Admitter
 from warmroute.core.brain import Brain
 from warmroute.core.cache_view import CacheView
 from warmroute.core.fleet import Fleet
@@ -47,7 +46,7 @@ class QueueBench:
             self.fleet.check_passed(node, 0.0)
             cache_view.add_node(name, [MODEL]).set_size(16, 300_000)
         self.router = Router(self.fleet, cache_view, Routing(policy="price", seed=1))
-        self.admission = Admission(self.router, AdmissionConfig(max_waiting=1_000_000))
+        self.admission = Admitter(self.router, Admission(max_waiting=1_000_000))
         self.brain = Brain(self.fleet, self.router, self.admission, Counters())
         self.running: deque[int] = deque()
         """The requests that nodes have, the oldest first."""

@@ -1,8 +1,8 @@
 """Prints a benchmark's figures as Markdown tables and, with `--record NAME`, writes them to bench/results/NAME.json.
 
 The docs take their figures from these files (tools/docs_figures.py). A file holds the command, the date, the machine,
-`values` (name → number or text, quoted inline by the docs) and `tables` (name → columns and rows, as the docs print
-them).
+`values` (name → number or text, quoted inline by the docs), `tables` (name → columns and rows, as the docs print
+them) and `measured` (the version, the commit and hashes of the code, tools/measured_code.py).
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "bench" / "results"
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
+import measured_code
+
+ROOT, RESULTS = measured_code.ROOT, measured_code.RESULTS
 Cell = str | int | float
 Table = tuple[Sequence[str], Sequence[Sequence[Cell]]]
 
@@ -37,6 +39,10 @@ def _result_name(name: str) -> str:
         raise argparse.ArgumentTypeError(f"{name!r} is not a name of letters, digits, _, . and -")
     if not os.access(next(one for one in (path, RESULTS, RESULTS.parent) if one.exists()), os.W_OK):
         raise argparse.ArgumentTypeError(f"cannot write {path}")
+    try:
+        measured_code.measured_now(name)
+    except measured_code.UndeclaredCode as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
     return name
 
 
@@ -81,6 +87,7 @@ def record(
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "machine": f"{os.cpu_count()} cores, {_processor()}, Linux {platform.release().split('-')[0]}, "
         f"Python {platform.python_version()}",
+        "measured": measured_code.measured_now(name),
         "values": dict(values or {}),
         "tables": {
             title: {"columns": list(columns), "rows": [list(row) for row in rows]}

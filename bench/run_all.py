@@ -75,11 +75,12 @@ REPLAYS = {
     "--policy least_loaded",
     "held_rates": "replay_table.py --columns 'policy,offered req/s,TTFT p90,hit rate' llm_d --rate 10,15,20,30,60 "
     "--duration 60 --warm-up 1500 --warm-rate 5 --policy round_robin --policy session --policy sglang "
-    "--policy llm_d_precise --policy dynamo --policy price",
+    "--policy sglang:miss_by_tree=true --policy smg --policy smg:kv_events=false --policy llm_d_precise "
+    "--policy llm_d_affinity --policy dynamo --policy price",
     "mooncake": "replay_table.py --columns 'policy,hit rate,TTFT p50,TTFT p90,TTFT p99,load CV' "
     "DATA/traces/mooncake_arxiv_first1000.jsonl.gz --policy round_robin --policy least_loaded --policy prefix_hash "
-    "--policy price --policy sglang --policy llm_d_precise --policy dynamo --policy kubeai --policy aibrix "
-    "--policy oracle",
+    "--policy price --policy sglang --policy smg --policy llm_d_precise --policy llm_d_affinity --policy dynamo "
+    "--policy kubeai --policy aibrix --policy oracle",
 }
 """The name of the result file and the command that writes it. island_outage.py and agreement.py end with 1 if their
 figures miss a goal; islands_h100 and islands_l4 do."""

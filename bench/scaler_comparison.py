@@ -66,7 +66,7 @@ from warmroute.lab.report import paid_gpu_hours
 from warmroute.lab.run import Setup, replay
 from warmroute.lab.simulated_node import Conditions, NodeSpec
 from warmroute.lab.simulated_scaling import ScalingSetup, SimulatedOffer
-from warmroute.lab.sizing import Limits, load_margin, nodes_needed, with_load
+from warmroute.lab.sizing import LatencyLimits, load_margin, nodes_needed, with_load
 from warmroute.lab.workloads import DEPTH
 from warmroute.scaling.offers import Offer
 
@@ -210,7 +210,7 @@ def planned(load: str, data: Path | None, share: float, *, margin: bool = False)
     """Size a fleet for a part of the day with `warmroute plan`'s search. `share`: of the day's mean rate. `margin`:
     with the autoscaler's (`warmroute plan --margin`)."""
     day = day_load(load, data)
-    limits = Limits.of(Objective(ttft_p90_ms=day.objective_ms))
+    limits = LatencyLimits.of(Objective(ttft_p90_ms=day.objective_ms))
     setup = Setup(
         workload=day.workload,
         nodes=(NodeSpec("node-0", profile(day.profile), block_size=day.block_size),),

@@ -33,10 +33,9 @@ from request_path import REQUEST, cost_us, fleet_of
 
 from warmroute.app.otlp import OtlpSender
 from warmroute.app.tracing import BATCH_TRACES, EndedTrace, trace_of_call
-from warmroute.config import Admission as AdmissionConfig
-from warmroute.config import Index, Routing
+from warmroute.config import Admission, Index, Routing
 from warmroute.config import Tracing as TracingConfig
-from warmroute.core.admission import Admission
+from warmroute.core.admission import Admitter
 from warmroute.core.brain import Brain
 from warmroute.core.cache_view import CacheView
 from warmroute.core.messages import Arrive, Ended, FirstToken, Lookup, RoutingRequest
@@ -165,7 +164,7 @@ def untraced(brain: Brain, lookup: Lookup) -> None:
 def measure_parts(report: Report) -> None:
     fleet, tokens, counters = fleet_of(2), array("I", range(800)), Counters()
     router = Router(fleet, CacheView(Index()), Routing(policy="price"))
-    brain = Brain(fleet, router, Admission(router, AdmissionConfig()), counters)
+    brain = Brain(fleet, router, Admitter(router, Admission()), counters)
     lookup = Lookup(tokens.tobytes(), len(tokens), len(tokens))
     fields = read_request_head(REQUEST, REQUEST.index(b"\r\n\r\n")).forwarded_fields
     unrecorded, recorded = (TraceSampling(TracingConfig(sample_ratio=ratio)) for ratio in (0.0, 1.0))

@@ -39,6 +39,8 @@ from warmroute._kernel import (
 from warmroute.core.messages import Outcome
 from warmroute.core.speeds import DecodeSpeed, NodeSpeed
 
+MAX_OUTCOMES = 16
+
 
 def own_prefill_ms(since_ms: float, token_ms: float) -> float:
     return max(since_ms - FIRST_TOKEN_STEPS * token_ms, PREFILL_MIN_SHARE * since_ms, 0.0)
@@ -153,7 +155,7 @@ class ReferenceNode:
         self.context_tokens = self.kv_new = self.inflight = self.unstarted = self.polls = 0
         self.arrival_rate = self.arrival_s = self.latency_ms = self.ttft_sum_ms = 0.0
         self.polled_s = self.last_ticket_s = -1e9
-        self.outcomes = [0] * len(Outcome)
+        self.outcomes = [0] * MAX_OUTCOMES
         self.ttft_counts = [0] * (len(TTFT_BOUNDS_MS) + 1)
         self.unstreamed: dict[ReferenceTicket, float] = {}
         """When the prefill of requests without streaming is expected to be done: their first token is not visible."""

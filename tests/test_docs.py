@@ -16,12 +16,11 @@ from itertools import takewhile
 from pathlib import Path
 
 import pytest
+from support.promql import samples_of
 
 from warmroute.app.commands import nodes, reference
 from warmroute.app.main import COMMANDS, create_parser, main
-from warmroute.app.metrics import METRICS
-from warmroute.app.metrics.page import MetricsPage
-from warmroute.app.monitoring import samples_of
+from warmroute.app.metrics.page import METRICS, MetricsPage
 from warmroute.config import Config, from_table, tables
 from warmroute.config.section import keys_of
 from warmroute.core import calls, rejections
@@ -115,9 +114,20 @@ ARCHITECTURE = ROOT / "docs" / "concepts" / "architecture.md"
 
 def test_the_page_on_architecture_lists_the_rooms_and_what_they_import() -> None:
     rooms = runpy.run_path(str(ROOT / "tools" / "check_rooms.py"))["MAY_KNOW"]
-    section = ARCHITECTURE.read_text().split("\n## The rooms\n")[1].split("\n## ")[0]
+    section = ARCHITECTURE.read_text().split("\n## What may import what\n")[1].split("\n## ")[0]
     rows = re.findall(r"^\| `(\w+)` \| [^|]+ \| ([^|]+) \|$", section, re.M)
     assert {room: set(re.findall(r"`([\w.]+)`", imports)) for room, imports in rows} == rooms
+
+
+def test_the_page_on_architecture_lists_every_file_of_every_room() -> None:
+    section = ARCHITECTURE.read_text().split("\n## The rooms\n")[1].split("\n## ")[0]
+    for room in re.split(r"^### ", section, flags=re.M)[1:]:
+        name, _, lines = room.partition("\n")
+        folder = SOURCES if name == "floor" else SOURCES / name
+        files = folder.glob("*.*") if name == "floor" else folder.rglob("*.*")
+        sources = {file.name for file in files if file.suffix in (".py", ".c") and file.name != "__init__.py"}
+        listed = set(re.findall(r"\w+\.(?:py|c)\b", lines)) - {"__init__.py"}
+        assert listed == sources, name
 
 
 @pytest.mark.parametrize("table", [calls.CALL_ROWS, calls.TRY_ROWS], ids=["call", "try"])

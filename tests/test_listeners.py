@@ -91,6 +91,19 @@ async def test_plain_http_on_a_tls_listener_gets_an_answer_and_a_line_in_the_log
     assert not path.exists()
 
 
+@pytest.mark.parametrize("early", [False, True])
+async def test_the_first_byte_alone_tells_http_from_tls(certificate: dict[str, Any], early: bool) -> None:
+    """`early`: the request has arrived before the router accepts the connection."""
+    async with engines() as [engine], router(engine, listen=certificate["listen"]) as r:
+        with socket.create_connection(("127.0.0.1", r.service.port)) as client:
+            if not early:
+                await until(lambda: r.service.listener.handshakes == 1)
+            client.sendall(b"X / HTTP/1.1\r\n\r\n")
+            client.setblocking(False)
+            answer = await asyncio.wait_for(asyncio.get_running_loop().sock_recv(client, 65_536), 5.0)
+        assert b"http_on_tls_port" in answer
+
+
 async def test_silent_and_strange_clients_of_a_tls_listener_hold_nothing(certificate: dict[str, Any]) -> None:
     def open_files() -> int:
         return len(os.listdir("/proc/self/fd"))

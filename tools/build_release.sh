@@ -2,12 +2,15 @@
 # Builds a release into FOLDER: the source distribution, a manylinux wheel for each Python, an SBOM and checksums. Then
 # installs each wheel into an empty environment without a compiler, and runs the demo.
 #
+# Builds nothing if a figure in the docs was measured on code that has changed since (tools/docs_figures.py).
+#
 #   tools/build_release.sh FOLDER PYTHON...       for example: dist python3.11 python3.12 python3.13
 set -eu
 unset PYTHONPATH    # a package that it shows would not be installed
 here=$(cd "$(dirname "$0")/.." && pwd)
 folder=$(mkdir -p "$1" && cd "$1" && pwd)
 shift
+"$1" "$here/tools/docs_figures.py" --fresh
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 pip="-m pip --quiet --disable-pip-version-check"

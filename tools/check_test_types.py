@@ -27,7 +27,7 @@ def main() -> int:
     files = sorted(path for folder in ("bench", "tests") for path in (ROOT / folder).rglob("*.py"))
     links = {path: link_conftest(path) for path in files if path.name == "conftest.py"}
     packages = {path.parent for path in files if path.name == "__init__.py"}
-    search = [ROOT / "src", *sorted({path.parent for path in files} - packages)]
+    search = [ROOT / "src", ROOT / "tools", *sorted({path.parent for path in files} - packages)]
     sources = [links.get(path, path) for path in files]
     ran = subprocess.run(
         [sys.executable, "-m", "mypy", "--no-warn-unreachable", "--cache-dir", CACHE, *sources],

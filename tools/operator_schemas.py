@@ -12,7 +12,7 @@ from cloudcoil.models.keda import v1alpha1 as keda  # type: ignore[import-not-fo
 from cloudcoil.models.prometheus_operator import v1 as prometheus_operator  # type: ignore[import-not-found]
 
 KINDS = {
-    "keda.sh/v1alpha1": [keda.ScaledObject],
+    "keda.sh/v1alpha1": [keda.ScaledObject, keda.TriggerAuthentication],
     "monitoring.coreos.com/v1": [prometheus_operator.ServiceMonitor, prometheus_operator.PrometheusRule],
 }
 

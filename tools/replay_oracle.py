@@ -26,7 +26,7 @@ RECORD = REPOSITORY / "tests" / "fixtures" / "replay_oracle.json"
 PYTHON = (3, 11)
 
 OWN = "price round_robin random least_loaded power_of_two latency prefix_hash session overlap approximate"
-PEERS = "sglang llm_d llm_d_precise dynamo dynamo_fcfs dynamo_wspt kubeai aibrix oracle"
+PEERS = "sglang llm_d llm_d_precise dynamo dynamo_fcfs dynamo_wspt kubeai aibrix oracle smg llm_d_affinity"
 TRACE = "examples/trace.jsonl.gz"
 
 REPLAYS = {

@@ -18,7 +18,7 @@ from support.scripted_engine import engines
 
 from warmroute.config import ConfigError, from_table
 from warmroute.core.node import Ticket
-from warmroute.core.tickets import Dispatch
+from warmroute.core.tickets import PromptTicket
 from warmroute.core.trace_row import TraceRow
 
 SECRET = "xyzzy-plugh"
@@ -159,11 +159,11 @@ async def test_a_capture_does_not_change_how_a_policy_without_tokens_works(tmp_p
     async with engines() as [engine], router(engine, capture={"directory": str(folder)}) as r:
         engine.behave = normal(USAGE)
         kinds: list[type[Ticket]] = []
-        inner = r.service.router.dispatch
-        r.service.router.dispatch = lambda *args: kinds.append(type(found := inner(*args))) or found  # type: ignore
+        inner = r.service.router.open_ticket
+        r.service.router.open_ticket = lambda *args: kinds.append(type(found := inner(*args))) or found  # type: ignore
         await r.request(post(chat(LONG)))
         [row] = await rows(r, folder, 1)
-    assert kinds == [Ticket] and not issubclass(Ticket, Dispatch)
+    assert kinds == [Ticket] and not issubclass(Ticket, PromptTicket)
     assert row["hash_ids"] and row["cached_tokens"] == 1984 and "predicted_tokens" not in row
 
 

@@ -14,8 +14,15 @@ import pytest
 
 from warmroute.app import capture as capture_files_module
 from warmroute.app import capture as capture_module
-from warmroute.app.capture import Capture, CapturedCall, CaptureDirectory, CaptureFile, CaptureFull, capture_files
-from warmroute.config import Capture as CaptureConfig
+from warmroute.app.capture import (
+    CapturedCall,
+    CaptureDirectory,
+    CaptureFile,
+    CaptureFull,
+    TrafficCapture,
+    capture_files,
+)
+from warmroute.config import Capture
 from warmroute.core.messages import RoutingRequest
 from warmroute.core.traffic import Counters
 from warmroute.prompt.prompt import exact_prompt
@@ -77,7 +84,7 @@ def test_a_single_file_has_a_maximum_and_can_be_compressed(tmp_path: Path) -> No
 
 async def test_a_full_disk_is_logged_once_and_the_capture_resumes(caplog: pytest.LogCaptureFixture) -> None:
     counters = Counters()
-    capture = Capture(CaptureConfig(), counters, lambda: 0.0)
+    capture = TrafficCapture(Capture(), counters, lambda: 0.0)
     file = CaptureFile(Path("/dev/full"), 1000)
     capture.start(file)
     with caplog.at_level(logging.INFO):
@@ -118,7 +125,7 @@ async def test_a_full_disk_removes_no_earlier_file(tmp_path: Path, monkeypatch: 
 async def test_a_removed_directory_is_made_again(tmp_path: Path) -> None:
     folder = tmp_path / "captures"
     counters = Counters()
-    capture = Capture(CaptureConfig(directory=str(folder)), counters, lambda: 0.0)
+    capture = TrafficCapture(Capture(directory=str(folder)), counters, lambda: 0.0)
     for _ in range(2):
         capture.add(ended())
         await capture.flush()
@@ -133,7 +140,7 @@ async def test_a_directory_that_cannot_be_written_costs_only_the_capture(
     folder = tmp_path / "captures"
     folder.write_text("a file is in the way")
     counters = Counters()
-    capture = Capture(CaptureConfig(directory=str(folder)), counters, lambda: 0.0)
+    capture = TrafficCapture(Capture(directory=str(folder)), counters, lambda: 0.0)
     for _ in range(2):
         capture.add(ended())
         await capture.flush()
@@ -149,7 +156,7 @@ async def test_a_slow_disk_drops_requests_and_holds_none(
 ) -> None:
     monkeypatch.setattr(capture_module, "MAX_PENDING", 5)
     counters = Counters()
-    capture = Capture(CaptureConfig(directory=str(tmp_path / "captures")), counters, lambda: 0.0)
+    capture = TrafficCapture(Capture(directory=str(tmp_path / "captures")), counters, lambda: 0.0)
     for _ in range(8):
         capture.add(ended())
     assert counters.capture_dropped == 3 and events(caplog).count("capture_overloaded") == 1
@@ -163,7 +170,7 @@ async def test_a_slow_disk_drops_requests_and_holds_none(
 
 
 async def test_requests_that_arrived_before_the_start_are_left_out(tmp_path: Path) -> None:
-    capture = Capture(CaptureConfig(directory=str(tmp_path / "captures")), Counters(), lambda: 100.0)
+    capture = TrafficCapture(Capture(directory=str(tmp_path / "captures")), Counters(), lambda: 100.0)
     for arrived_s in (99.9, 100.0, 101.25037):
         capture.add(ended(arrived_s))
     await capture.flush()
@@ -174,7 +181,7 @@ async def test_requests_that_arrived_before_the_start_are_left_out(tmp_path: Pat
 
 async def test_closing_writes_what_is_pending(tmp_path: Path) -> None:
     counters = Counters()
-    capture = Capture(CaptureConfig(directory=str(tmp_path / "captures")), counters, lambda: 0.0)
+    capture = TrafficCapture(Capture(directory=str(tmp_path / "captures")), counters, lambda: 0.0)
     task = asyncio.get_running_loop().create_task(capture.run())
     capture.add(ended())
     await capture.close()

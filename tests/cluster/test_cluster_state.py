@@ -9,9 +9,8 @@ from random import Random
 import pytest
 
 from warmroute._kernel import REQUEST_CONTEXT
-from warmroute.config import Admission as AdmissionConfig
-from warmroute.config import Health, Index, KeyConfig, NodeConfig, Pricing, Routing
-from warmroute.core.admission import Admission
+from warmroute.config import Admission, Health, Index, KeyConfig, NodeConfig, Pricing, Routing
+from warmroute.core.admission import Admitter
 from warmroute.core.brain import Brain
 from warmroute.core.cache_view import CacheView
 from warmroute.core.cluster.cluster_state import ClusterState
@@ -33,7 +32,7 @@ class Process:
         self.fleet = Fleet(Health())
         self.cache_view = CacheView(Index())
         self.router = Router(self.fleet, self.cache_view, Routing(policy="price", seed=1), Pricing())
-        self.admission = Admission(self.router, AdmissionConfig())
+        self.admission = Admitter(self.router, Admission())
         self.brain = Brain(self.fleet, self.router, self.admission, Counters())
         for at in range(nodes):
             node = self.fleet.add(NodeConfig(url=f"http://n{at}:1", name=f"n{at}", models=("m",)))
@@ -203,7 +202,7 @@ def test_prompts_of_peers_are_known_to_be_on_their_nodes() -> None:
     lookup = Lookup(bytes(range(256)) * 4, 256, 256)
     request = RoutingRequest("m")
     decision = a.router.decide(request, a.now_s, lookup)
-    a.router.dispatch(decision, a.node("n1"), a.now_s)
+    a.router.open_ticket(decision, a.node("n1"), a.now_s)
     assert not b.cache_view.hits("m", lookup, b.now_s)
     exchange(a, b)
     hits = b.cache_view.hits("m", lookup, b.now_s)
@@ -222,7 +221,7 @@ def test_a_prompt_of_a_peer_is_pending_until_events_report_it(reported: bool) ->
         cache.set_complete(0, True)
     ids = [number % 7 for number in range(4096)]
     lookup = Lookup(array("I", ids).tobytes(), len(ids), len(ids))
-    a.router.dispatch(a.router.decide(RoutingRequest("m"), a.now_s, lookup), a.node("n1"), a.now_s)
+    a.router.open_ticket(a.router.decide(RoutingRequest("m"), a.now_s, lookup), a.node("n1"), a.now_s)
     exchange(a, b)
     node, cache = b.node("n1"), b.cache_view.cache("n1")
     estimate_s = node.pending_work * node.speed.ms_per_token / 1000.0
@@ -287,7 +286,7 @@ def test_conversations_stay_on_their_islands_whichever_process_serves_them() -> 
 def test_a_message_has_no_text_of_a_prompt() -> None:
     a = Process("a")
     lookup = Lookup(b"secret words of a user, " * 40, 240, 240)
-    a.router.dispatch(a.router.decide(RoutingRequest("m"), a.now_s, lookup), a.node(), a.now_s)
+    a.router.open_ticket(a.router.decide(RoutingRequest("m"), a.now_s, lookup), a.node(), a.now_s)
     a.state.publish(a, a.now_s)
     assert a.sent and b"secret" not in a.sent[-1]
     assert decode(encode(decode(a.sent[-1]))).routed

@@ -27,7 +27,7 @@ class Scaled(Process):
 
     def send(self, lookup: Lookup) -> None:
         self.meter.arrived += 1
-        ticket = self.router.dispatch(
+        ticket = self.router.open_ticket(
             self.router.decide(RoutingRequest("m"), self.now_s, lookup), self.node(), self.now_s
         )
         ticket.first_token(self.now_s)

@@ -37,7 +37,7 @@ def lookup(number: int, tokens: int = 512) -> Lookup:
 
 def route(process: Process, number: int, node: str) -> None:
     decision = process.router.decide(RoutingRequest("m"), process.now_s, lookup(number))
-    ticket = process.router.dispatch(decision, process.node(node), process.now_s)
+    ticket = process.router.open_ticket(decision, process.node(node), process.now_s)
     ticket.first_token(process.now_s)
     ticket.close(Outcome.OK, process.now_s)
 

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from warmroute.app.metrics import LABELS, METRICS, Metric
+from warmroute.app.metrics import LABELS, Metric
 from warmroute.app.metrics.exposition import MetricLines, bucket_bounds, format_labels
+from warmroute.app.metrics.page import METRICS
 
 CHARACTERS = st.characters(exclude_categories=["Cs"])
 

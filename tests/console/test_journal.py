@@ -33,10 +33,9 @@ from support.running_router import RunningRouter, router
 from support.scripted_engine import engines
 
 from warmroute.app.journal import append
-from warmroute.config import Admission as AdmissionConfig
-from warmroute.config import Health, Index, NodeConfig, Routing
+from warmroute.config import Admission, Health, Index, NodeConfig, Routing
 from warmroute.config import Journal as JournalConfig
-from warmroute.core.admission import Admission
+from warmroute.core.admission import Admitter
 from warmroute.core.brain import Brain
 from warmroute.core.cache_view import CacheView
 from warmroute.core.calls import Call, Try
@@ -47,7 +46,7 @@ from warmroute.core.last_decisions import MAX_PENDING, LastDecisions
 from warmroute.core.messages import Arrive, Ended, Lookup, RoutingRequest
 from warmroute.core.router import Router
 from warmroute.core.routing_context import Query
-from warmroute.core.tickets import Dispatch
+from warmroute.core.tickets import PromptTicket
 from warmroute.core.traffic import Counters
 
 SECRET = "xyzzy-plugh"
@@ -228,7 +227,7 @@ async def test_a_reload_changes_how_many_decisions_are_kept() -> None:
 
 
 async def test_entries_do_not_keep_prompts_or_bodies_in_memory() -> None:
-    large = (Lookup, Query, Decision, Dispatch, Try)
+    large = (Lookup, Query, Decision, PromptTicket, Try)
     before = [thing for thing in gc.get_objects() if type(thing) in large]
     others = {id(thing) for thing in before}  # of other test modules
     async with engines(2) as both, router(*both, routing=PRICE) as r:
@@ -263,7 +262,7 @@ def test_memory_is_bounded_on_a_large_fleet() -> None:
         fleet.check_passed(fleet.add(NodeConfig(url=f"http://n{number}:1", models=("m",))), 0.0)
     router_, counters = Router(fleet, cache_view, Routing(seed=1)), Counters()
     kept = LastDecisions(JournalConfig(max_decisions=20), counters)
-    brain = Brain(fleet, router_, Admission(router_, AdmissionConfig()), counters, journal=kept)
+    brain = Brain(fleet, router_, Admitter(router_, Admission()), counters, journal=kept)
     tokens = array("I", range(4000))
 
     def decide(number: int) -> None:

@@ -10,7 +10,7 @@ from support.real_kubernetes import RealCluster, missing
 
 CUSTOM = (
     ("monitoring.coreos.com", "v1", "ServiceMonitor"), ("monitoring.coreos.com", "v1", "PrometheusRule"),
-    ("keda.sh", "v1alpha1", "ScaledObject"),
+    ("keda.sh", "v1alpha1", "ScaledObject"), ("keda.sh", "v1alpha1", "TriggerAuthentication"),
 )  # fmt: skip
 
 

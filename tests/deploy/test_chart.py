@@ -21,6 +21,7 @@ from warmroute.config import from_table
 ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "deploy" / "helm" / "warmroute"
 TOOLS = ROOT / ".venv-deploy" / "bin"
+OWN_SECRET: dict[str, Any] = {"admin__existingSecret": "own", "admin__tokenSha256": "0" * 64}
 pytestmark = pytest.mark.deploy
 
 
@@ -88,9 +89,10 @@ def test_values_become_a_configuration_that_the_router_accepts(tmp_path: Path) -
             "env[0]__name": "HF_TOKEN", "env[0]__value": "x", "image__pullSecrets[0]__name": "registry",
             "nodeSelector__pool": "cpu", "tolerations[0]__key": "t", "service__type": "LoadBalancer",
         },
-        {"admin__existingSecret": "s", "admin__tokenSha256": "0" * 64, "serviceMonitor__enabled": "true"},
+        {**OWN_SECRET, "serviceMonitor__enabled": "true"},
+        {"keda__enabled": "true", "keda__trigger": "external-push", "engines__deployment": "vllm"},
     ],
-    ids=["defaults", "least", "everything", "existing secret"],
+    ids=["defaults", "least", "everything", "existing secret", "KEDA by gRPC"],
 )  # fmt: skip
 def test_what_the_chart_renders_matches_the_schemas(values: dict[str, Any]) -> None:
     found = render(**values)
@@ -109,6 +111,20 @@ def test_mistakes_in_objects_of_the_operators_are_found() -> None:
     rules["spec"]["groups"][0]["rules"][0]["expresion"] = "1"
     for one, part in ((scaled, "'ten' is not of type"), (monitor, "'nmae' was unexpected"), (rules, "'expresion'")):
         assert part in str(custom_problems(one, operator_schemas()))
+
+
+def test_keda_reads_the_token_from_the_secret_and_the_number_from_the_admin_api() -> None:
+    found = render(keda__enabled="true", engines__deployment="vllm", **OWN_SECRET)
+    kinds = {one["kind"]: one for one in found}
+    assert kinds["TriggerAuthentication"]["spec"]["secretTargetRef"] == [
+        {"parameter": "token", "name": "own", "key": "admin-token"}
+    ]
+    [trigger] = kinds["ScaledObject"]["spec"]["triggers"]
+    assert trigger["metadata"]["url"] == "http://r-warmroute-admin.llm.svc:8081/admin/scaling"
+    config = config_of(found)
+    assert config.scaling.enabled and not config.scaling.keda_port and config.admin.port == 8081
+    pushed = render(keda__enabled="true", keda__trigger="external-push", engines__deployment="vllm")
+    assert config_of(pushed).scaling.keda_port == 8083 and "TriggerAuthentication" not in str(pushed)
 
 
 def test_replicas_share_their_state_through_redis(tmp_path: Path) -> None:
@@ -137,7 +153,8 @@ def test_replicas_share_their_state_through_redis(tmp_path: Path) -> None:
 def test_tables_that_the_chart_writes_take_further_keys(tmp_path: Path) -> None:
     values = tmp_path / "values.yaml"
     values.write_text(
-        "keda: {enabled: true}\nengines: {deployment: vllm}\ntables:\n  scaling: {prewarm_prefixes: 4, interval_s: 2}\n"
+        "keda: {enabled: true, trigger: external-push}\nengines: {deployment: vllm}\n"
+        "tables:\n  scaling: {prewarm_prefixes: 4, interval_s: 2}\n"
         '  log: {level: debug}\n  admin: {}\n  discovery: {models: [a, "b\\"c"], role: decode}\n'
     )
     config = config_of(render("-f", str(values)))
@@ -163,9 +180,11 @@ def test_the_alert_rules_and_the_dashboard_are_those_of_the_repository() -> None
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"keda__enabled": "true"}, "keda.enabled needs engines.deployment"),
+        ({"keda__enabled": "true", "admin__token": "t"}, "keda.enabled needs engines.deployment"),
+        ({"keda__enabled": "true", "engines__deployment": "vllm"}, "keda.enabled needs admin.token"),
+        ({"keda__enabled": "true", "keda__trigger": "grpc", "engines__deployment": "x"}, "keda.trigger is neither"),
         (
-            {"keda__enabled": "true", "engines__deployment": "vllm", "replicas": 2},
+            {"keda__enabled": "true", "engines__deployment": "vllm", "replicas": 2, "admin__token": "t"},
             "keda.enabled with several replicas needs cluster.url",
         ),
         ({"serviceMonitor__enabled": "true"}, "serviceMonitor.enabled needs admin.token"),

@@ -10,7 +10,6 @@ import re
 import time
 import tomllib
 
-import grpc.aio
 import pytest
 from support.chart_router import HELM, ROOT, chart_router, run
 from support.engine_scripts import http_response, script
@@ -23,7 +22,6 @@ from support.raw_client import RawConnection, chat, get, post
 
 from warmroute import __version__
 from warmroute.config import from_table
-from warmroute.scaling.keda import METRIC, SERVICE, messages
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(240)]
 
@@ -53,7 +51,7 @@ def test_the_quick_starts_on_kubernetes(cluster: Cluster) -> None:
     ran = follow(cluster, "kubernetes.md")
     for begin in (
         "kubectl create namespace", "kubectl -n llm apply -f deploy/kubernetes/vllm.yaml", "cat > values",
-        "helm -n llm install", "kubectl -n llm scale", "helm -n llm upgrade", "kubectl -n llm get",
+        "helm -n llm install", "kubectl -n llm scale", "helm -n llm upgrade", "kubectl -n llm get scaledobject",
         "kubectl -n llm apply -f deploy/kubernetes/redis.yaml",
     ):  # fmt: skip
         assert any(command.startswith(begin) for command in ran), (begin, ran)
@@ -65,7 +63,7 @@ def test_the_quick_starts_on_kubernetes(cluster: Cluster) -> None:
     assert router["template"]["spec"]["containers"][0]["image"] == f"REGISTRY/warmroute:{__version__}"
     assert objects["ScaledObject", "warmroute-engines"]["spec"]["scaleTargetRef"]["name"] == "vllm"
     config = from_table(tomllib.loads(objects["ConfigMap", "warmroute"]["data"]["warmroute.toml"]))
-    assert config.prompts.download_tokenizers and config.scaling.keda_port == 8083 and config.scaling.max_nodes == 8
+    assert config.prompts.download_tokenizers and config.admin.token_sha256 and config.scaling.max_nodes == 8
     pods = [name for kind, name in objects if kind == "Pod"]
     assert sum(name.startswith("vllm-") for name in pods) == 5, "the controller created them"
 
@@ -73,6 +71,7 @@ def test_the_quick_starts_on_kubernetes(cluster: Cluster) -> None:
 VALUES = """
 engines: {deployment: chain, podSelector: app=chain}
 keda: {enabled: true, minReplicas: 0, maxReplicas: 4}
+admin: {token: secret}
 tables:
   scaling:
     {interval_s: 0.5, stable_window_s: 4, panic_window_s: 2, cooldown_up_s: 1, cooldown_down_s: 3,
@@ -84,20 +83,16 @@ config: |
 
 
 async def keda(workload: Workload, port: int, seen: list[int]) -> None:
-    """What KEDA's operator and its HorizontalPodAutoscaler do: read the metric, and set the replicas."""
-    types = messages()
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-        get_metrics = channel.unary_unary(
-            f"/{SERVICE}/GetMetrics", types["GetMetricsRequest"].SerializeToString,
-            types["GetMetricsResponse"].FromString,
-        )  # fmt: skip
-        while True:
-            answer = await get_metrics(types["GetMetricsRequest"](metricName=METRIC))
-            desired = round(answer.metricValues[0].metricValueFloat)
-            if not seen or seen[-1] != desired:
-                seen.append(desired)
-                await asyncio.to_thread(workload.scale, desired)
-            await asyncio.sleep(0.2)
+    """What KEDA's operator and its HorizontalPodAutoscaler do: read the number, and set the replicas."""
+    while True:
+        peer = RawConnection(*await asyncio.open_connection("127.0.0.1", port))
+        peer.write(get("/admin/scaling", "Authorization: Bearer secret"))
+        desired = json.loads((await peer.response()).body)["desired_nodes"]
+        peer.close()
+        if not seen or seen[-1] != desired:
+            seen.append(desired)
+            await asyncio.to_thread(workload.scale, desired)
+        await asyncio.sleep(0.2)
 
 
 async def test_the_chain_from_the_queue_to_a_serving_pod(cluster: Cluster) -> None:
@@ -120,7 +115,7 @@ async def test_the_chain_from_the_queue_to_a_serving_pod(cluster: Cluster) -> No
                 statuses.append(await ask(post(chat(f"{number} {time.monotonic()}"))))
 
         assert await ask(get("/ready")) == 200, "without a ready router, no request would start the first Pod"
-        scaling = asyncio.ensure_future(keda(workload, router.keda_port, seen))
+        scaling = asyncio.ensure_future(keda(workload, router.admin_port, seen))
         tasks: list[asyncio.Future[None]] = []
         try:
             await until(lambda: seen == [0])

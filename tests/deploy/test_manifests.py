@@ -81,8 +81,14 @@ def test_keda_scales_the_engines_by_the_routers_number() -> None:
     found = objects("warmroute-keda.yaml")
     config, scaled = router_config(found), find(found, "ScaledObject")["spec"]
     admin = next(one for one in found if one["kind"] == "Service" and one["metadata"]["name"].endswith("-admin"))
-    address = scaled["triggers"][0]["metadata"]["scalerAddress"]
-    assert address == f"{admin['metadata']['name']}.default.svc:{config.scaling.keda_port}"
+    [trigger] = scaled["triggers"]
+    assert trigger["type"] == "metrics-api" and trigger["metadata"]["authMode"] == "bearer"
+    address = f"{admin['metadata']['name']}.default.svc:{config.admin.port}"
+    assert trigger["metadata"]["url"] == f"http://{address}/admin/scaling"
+    authentication = find(found, "TriggerAuthentication")
+    assert trigger["authenticationRef"]["name"] == authentication["metadata"]["name"]
+    [token] = authentication["spec"]["secretTargetRef"]
+    assert token["parameter"] == "token" and token["key"] in find(found, "Secret")["stringData"]
     assert scaled["scaleTargetRef"]["name"] == find(objects("vllm.yaml"), "Deployment")["metadata"]["name"]
     limits = config.scaling
     assert (scaled["minReplicaCount"], scaled["maxReplicaCount"]) == (limits.min_nodes, limits.max_nodes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import shlex
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import zmq
 from small_model_router import template_checked_once as _autouse  # noqa: F401
 from support.answering_node import AnsweringNode, answering_node
 from support.engine_processes import FakeEngine
@@ -254,6 +256,30 @@ async def test_a_port_without_events_is_a_problem(listening_port: int) -> None:
         silent = (await examined(node, send_requests=False))["KV events"]
     assert check.state == "problem" and "no event arrived" in check.found
     assert silent.state == "ok" and "whether events flow was not checked" in silent.found
+
+
+async def test_a_port_that_does_not_speak_zmq_is_named() -> None:
+    def greet(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"SSH-2.0-x\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(greet, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        with answering_node(vllm_answers(kv_event_sources={"0": {"endpoint": f"tcp://*:{port}"}})) as node:
+            check = (await examined(node))["KV events"]
+    assert check.state == "problem" and "not a ZMQ socket" in check.found
+
+
+async def test_events_that_the_router_cannot_read_are_a_problem() -> None:
+    with zmq.Context() as context, context.socket(zmq.PUB) as publisher:
+        sources = {"0": {"publisher": "zmq", "endpoint": f"tcp://*:{publisher.bind_to_random_port('tcp://127.0.0.1')}"}}
+        with answering_node(vllm_answers(kv_event_sources=sources)) as node:
+            examining = asyncio.ensure_future(examined(node))
+            while not examining.done():
+                publisher.send_multipart((b"", b"\0" * 8, b"no events"))
+                await asyncio.sleep(0.02)
+            check = (await examining)["KV events"]
+    assert check.state == "problem" and "cannot read" in check.found
 
 
 async def test_kv_events_do_not_matter_to_a_policy_that_ignores_them() -> None:

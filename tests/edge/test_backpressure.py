@@ -303,7 +303,7 @@ class LargeReplies:
     def __init__(self) -> None:
         self.served = 0
 
-    def admit(self, _head: RequestHead) -> Rights:
+    def check_head(self, _head: RequestHead) -> Rights:
         return NO_RIGHTS
 
     def serve(self, client: ClientConnection, _head: RequestHead, _body: bytes) -> None:

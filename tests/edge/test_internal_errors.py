@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from typing import Any
 
 import pytest
@@ -14,18 +15,21 @@ from support.raw_client import chat, get, post
 from support.running_router import RunningRouter, router
 from support.scripted_engine import engines
 
-from warmroute.core.admission import Admission
+from warmroute.config import Limits
+from warmroute.core.admission import Admitter
 from warmroute.core.calls import Calls
 from warmroute.core.fleet import Fleet
 from warmroute.core.router import Router
 from warmroute.core.traffic import Traffic
 from warmroute.edge import errors, exchange, proxy
 from warmroute.edge.arrival import RequestBuilder
-from warmroute.edge.client_connection import BodyReader, ClientConnection
+from warmroute.edge.async_handler import AsyncHandler, Request, Responder
+from warmroute.edge.client_connection import BodyReader, ClientConnection, Listener
 from warmroute.edge.connection_pool import ConnectionPool
 from warmroute.edge.exchange import Exchange
 from warmroute.edge.node_connection import NodeConnection
 from warmroute.edge.proxy import OwnEndpoints, Proxy
+from warmroute.edge.timer_wheel import TimerWheel
 from warmroute.edge.tries import NodeTry
 
 pytestmark = pytest.mark.interpreted
@@ -39,14 +43,14 @@ def broken(*_arguments: Any, **_more: Any) -> Any:
 
 
 BEFORE_THE_RESPONSE: dict[str, tuple[Any, str]] = {
-    "read: the head": (Proxy, "admit"),
+    "read: the head": (Proxy, "check_head"),
     "read: the request": (RequestBuilder, "build"),
     "read: the rest": (Proxy, "serve"),
     "lookup: the prompt": (Proxy, "read_prompt"),
     "lookup: the prompt's tokens": (proxy, "lookup_of"),
-    "decide: admission": (Admission, "place"),
+    "decide: admission": (Admitter, "place"),
     "decide: the router": (Router, "decide"),
-    "dispatch: the ticket": (Router, "dispatch"),
+    "open_ticket": (Router, "open_ticket"),
     "dispatch: the pool": (ConnectionPool, "connect"),
     "dispatch: a new connection": (NodeTry, "connected"),
     "dispatch: the request's bytes": (NodeConnection, "send_request"),
@@ -99,14 +103,14 @@ async def test_a_fault_in_an_endpoint_of_the_router_is_a_500(
 
 async def test_a_fault_in_a_pipelined_request_is_a_500(monkeypatch: pytest.MonkeyPatch) -> None:
     async with engines() as [engine], router(engine) as r:
-        admit, seen = Proxy.admit, 0
+        check_head, seen = Proxy.check_head, 0
 
         def second_breaks(*given: Any) -> Any:
             nonlocal seen
             seen += 1
-            return admit(*given) if seen == 1 else broken()
+            return check_head(*given) if seen == 1 else broken()
 
-        monkeypatch.setattr(Proxy, "admit", second_breaks)
+        monkeypatch.setattr(Proxy, "check_head", second_breaks)
         peer = await r.connect()
         peer.write(post() + post())
         assert [(await peer.response()).status for _ in range(2)] == [200, 500]
@@ -116,7 +120,7 @@ async def test_a_fault_after_the_prompt_was_read_in_a_thread_is_a_500(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with engines() as [engine], router(engine, routing=PRICE) as r:
-        monkeypatch.setattr(Admission, "place", broken)
+        monkeypatch.setattr(Admitter, "place", broken)
         assert (await r.request(post(chat("word " * 300_000)))).error["code"] == "internal_error"
         assert r.service.counters.prompts_in_threads == 1
         assert_logged_once(caplog)
@@ -262,3 +266,23 @@ def assert_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     assert [getattr(record, "event", "") for record in lines] == ["request_failed_internally"], lines
     assert "RuntimeError at " in lines[0].getMessage()
     assert SECRET not in caplog.text
+
+
+async def test_an_answer_of_the_admin_api_that_is_cancelled_half_way_looks_incomplete() -> None:
+    async def answer(_request: Request, responder: Responder) -> None:
+        responder.start(200, "text/plain")
+        responder.write(b"begun")
+        lost = asyncio.get_running_loop().create_future()
+        lost.cancel()
+        await lost
+
+    listener = Listener(AsyncHandler(answer), Limits(), TimerWheel(time.monotonic))
+    server = await asyncio.get_running_loop().create_server(listener.protocol, "127.0.0.1", 0)
+    try:
+        reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+        writer.write(get("/"))
+        assert (await asyncio.wait_for(reader.read(), 5.0)).endswith(b"\r\n\r\n5\r\nbegun\r\n")
+        writer.close()
+    finally:
+        listener.abort_all()
+        server.close()

@@ -257,6 +257,17 @@ async def test_requests_behind_a_wrong_key_are_served_in_order() -> None:
         assert [(await peer.response()).status for _ in range(4)] == [401, 200, 401, 200]
 
 
+async def test_a_router_that_stops_cuts_off_clients_whose_wrong_key_still_waits() -> None:
+    async with engines() as [engine], router(engine, keys=KEYS) as r:
+        r.service.listener.wrong_key_delay_s = 60.0
+        peer = await r.connect()
+        peer.write(post(headers=WRONG))
+        await until(lambda: r.service.listener.held == 1)
+        r.service.listener.cut_off_all()
+        assert await asyncio.wait_for(peer.rest(), 5.0) == b""
+        await until(lambda: r.service.listener.held == 0)
+
+
 async def test_a_wrong_key_with_an_unfinished_body_waits_too_and_its_body_is_not_read() -> None:
     async with engines() as [engine], router(engine, keys=KEYS) as r:
         peer = await r.connect()

@@ -23,7 +23,7 @@ from support.running_router import router
 from support.scripted_engine import engines
 
 from warmroute._kernel import read_usage
-from warmroute.core.tickets import Dispatch
+from warmroute.core.tickets import PromptTicket
 
 CHAT_USAGE = {"prompt_tokens": 900, "total_tokens": 940, "completion_tokens": 40}
 USAGE_IN_TEXT = (
@@ -197,11 +197,11 @@ async def test_a_stream_that_arrives_in_one_piece_has_a_duration(monkeypatch: py
     durations_s: list[float] = []
 
     def record_usage(
-        ticket: Dispatch, prompt: int | None, cached: int | None, output: int | None, now_s: float
+        ticket: PromptTicket, prompt: int | None, cached: int | None, output: int | None, now_s: float
     ) -> None:
         durations_s.append(now_s - ticket.first_token_s)
 
-    monkeypatch.setattr(Dispatch, "record_usage", record_usage)
+    monkeypatch.setattr(PromptTicket, "record_usage", record_usage)
     async with engines() as [engine], router(engine, routing={"policy": "price"}) as r:
         for name in ("stream, at once", "whole"):
             engine.behave = responses_with_usage(900, 0)[name][1]()

@@ -231,7 +231,7 @@ async def test_an_internal_error_fails_one_request_and_is_logged(
         queued = await send_long_prompt(r, 1)
         await until_queued(r, 1)
         with monkeypatch.context() as broken:
-            broken.setattr(Router, "dispatch", fails)
+            broken.setattr(Router, "open_ticket", fails)
             gate.release(1)  # ends the first request: admission lets the queued one through, and it fails
             failed = await queued.response()
             assert failed.status == 500 and failed.error["code"] == "internal_error"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from hypothesis import given
@@ -12,8 +13,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from support.cpu_limit import cpu_limit
 from support.engine_scripts import vllm_metrics
 
+from warmroute.config.nodes import EngineName
 from warmroute.core.node import EngineCounters
-from warmroute.engines import detect_engine, engine_of_cards, metrics_paths, parse_load, sglang, vllm
+from warmroute.engines import ENGINES, detect_engine, engine_of, engine_of_cards, sglang, vllm
 from warmroute.engines.prometheus_page import mean, samples, total
 
 SGLANG = b"""\
@@ -97,7 +99,7 @@ def test_the_counters_of_a_real_vllm_are_parsed() -> None:
 def test_engines_are_detected_by_their_metrics() -> None:
     assert detect_engine(vllm_metrics()) == "vllm" and detect_engine(SGLANG) == "sglang"
     assert detect_engine(b"") is None and detect_engine(b"go_goroutines 5\n") is None
-    assert parse_load("auto", vllm_metrics()) is None
+    assert engine_of("auto").parse_load(vllm_metrics()) is None
 
 
 TRTLLM = b"""\
@@ -119,25 +121,30 @@ TRTLLM_ITERATIONS = b"""[
 @pytest.mark.parametrize("page", [TRTLLM, TRTLLM_ITERATIONS])
 def test_tensorrt_llm_is_detected_and_parsed(page: bytes) -> None:
     assert detect_engine(page) == "trtllm"
-    report = parse_load("trtllm", page)
+    report = engine_of("trtllm").parse_load(page)
     assert report is not None and (report.running, report.waiting, report.kv_usage) == (5, 2, 0.25)
     assert (report.block_size, report.capacity_tokens, report.incarnation) == (32, 32_000, 0.0)
 
 
 def test_the_hit_counters_of_tensorrt_llm_are_parsed() -> None:
-    report = parse_load("trtllm", TRTLLM)
+    report = engine_of("trtllm").parse_load(TRTLLM)
     assert report is not None
     assert (report.counters.queried_tokens, report.counters.hit_tokens, report.counters.preemptions) == (5120, 2048, -1)
 
 
 def test_tensorrt_llm_without_iterations_is_idle_and_known_by_its_models() -> None:
     assert detect_engine(b"[]") is None
-    report = parse_load("trtllm", b"[]")
+    report = engine_of("trtllm").parse_load(b"[]")
     assert report is not None and (report.running, report.waiting, report.block_size) == (0, 0, 0)
-    assert parse_load("trtllm", b"{}") is None and parse_load("trtllm", b"[7") is None
+    assert engine_of("trtllm").parse_load(b"{}") is None and engine_of("trtllm").parse_load(b"[7") is None
     assert engine_of_cards([{"id": "m", "owned_by": "tensorrt_llm"}]) == "trtllm"
     assert engine_of_cards([{"id": "m", "owned_by": "vllm"}]) is None
-    assert metrics_paths("vllm") == metrics_paths("sglang") == ("/metrics",)
+    assert engine_of("vllm").metrics_paths == engine_of("sglang").metrics_paths == ("/metrics",)
+    assert engine_of("auto").metrics_paths == ("/metrics", "/prometheus/metrics")
+
+
+def test_every_engine_of_the_configuration_is_known() -> None:
+    assert {"auto", *ENGINES} == set(get_args(EngineName))
 
 
 def test_loads_of_ranks_are_summed_and_usages_averaged() -> None:
@@ -210,4 +217,4 @@ def test_malformed_values_are_ignored(odd: bytes) -> None:
 )
 def test_a_metrics_page_is_read_in_time_that_grows_with_its_length(line: bytes) -> None:
     with cpu_limit(2.0):
-        parse_load("vllm", b"\nvllm:num_requests_running 1\n" + line + b"\n")
+        engine_of("vllm").parse_load(b"\nvllm:num_requests_running 1\n" + line + b"\n")

@@ -47,11 +47,11 @@ def test_counters_and_times_are_those_of_the_requests(start_engine: StartEngine)
 
 
 def test_the_router_reads_the_load_from_the_page(shared_engine: FakeEngine) -> None:
-    from warmroute.engines import detect_engine, parse_load
+    from warmroute.engines import detect_engine, engine_of
 
     _, page = shared_engine.request("/metrics")
     assert detect_engine(page.encode()) == "vllm"
-    report = parse_load("vllm", page.encode())
+    report = engine_of("vllm").parse_load(page.encode())
     assert report is not None
     assert (report.running, report.waiting) == (0, 0)
     assert report.incarnation > 1e9

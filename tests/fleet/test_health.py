@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from warmroute.config import Health as HealthConfig
-from warmroute.core.health import Health, HealthState
+from warmroute.config import Health
+from warmroute.core.health import HealthState, NodeHealth
 
-CONFIG = HealthConfig(
+CONFIG = Health(
     timeout_s=2,
     consecutive_timeouts=3,
     consecutive_failures=5,
@@ -18,9 +18,9 @@ CONFIG = HealthConfig(
 UNKNOWN, UP, DOWN, HALF_OPEN = HealthState.UNKNOWN, HealthState.UP, HealthState.DOWN, HealthState.HALF_OPEN
 
 
-def health_in(state: HealthState, now_s: float = 100.0, confirmed: bool = False) -> Health:
+def health_in(state: HealthState, now_s: float = 100.0, confirmed: bool = False) -> NodeHealth:
     """Return a node in this state, reached by events."""
-    health = Health(CONFIG)
+    health = NodeHealth(CONFIG)
     if state is UNKNOWN:
         return health
     health.check_passed(now_s)
@@ -187,7 +187,7 @@ def test_a_new_node_gets_its_full_share_at_once() -> None:
 
 
 def test_without_slow_start_a_recovered_node_gets_its_full_share() -> None:
-    health = Health(HealthConfig(slow_start_s=0))
+    health = NodeHealth(Health(slow_start_s=0))
     health.check_passed(0)
     health.check_failed(1, "x")
     health.check_passed(50)
@@ -196,6 +196,6 @@ def test_without_slow_start_a_recovered_node_gets_its_full_share() -> None:
 
 def test_a_reload_changes_the_limits() -> None:
     health = health_in(UP)
-    health.config = HealthConfig(consecutive_failures=1)
+    health.config = Health(consecutive_failures=1)
     health.request_failed(100, "x")
     assert health.state is DOWN

@@ -100,7 +100,7 @@ def test_the_round_trip_does_not_count_as_prefill() -> None:
         router, now_s = Router(fleet, cache_view, Routing(seed=1)), 100.0
         for number in range(30):
             lookup = Lookup(bytes([number, 1, 0, 0]) * 1000, 1000, 0, salt=str(number))
-            ticket = router.dispatch(router.decide(RoutingRequest("m"), now_s, lookup), node, now_s)
+            ticket = router.open_ticket(router.decide(RoutingRequest("m"), now_s, lookup), node, now_s)
             ticket.first_token(now_s + (round_trip_ms + 80.0) / 1000.0)
             fleet.close_ticket(ticket, Outcome.OK, now_s + 1.0)
             now_s += 5.0
@@ -132,7 +132,7 @@ def test_a_configured_round_trip_that_is_too_long_does_not_make_a_node_appear_fa
     for number in range(60):
         tokens = array("I", range(number << 12, (number << 12) + 2000))
         decision = router.decide(RoutingRequest("m"), now_s, Lookup(tokens.tobytes(), 2000, 0))
-        ticket = router.dispatch(decision, node, now_s)
+        ticket = router.open_ticket(decision, node, now_s)
         now_s += 0.2  # 2,000 tokens in 200 ms: 0.1 ms per token
         ticket.first_token(now_s)
         ticket.close(Outcome.OK, now_s)

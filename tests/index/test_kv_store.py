@@ -275,6 +275,18 @@ def test_an_engine_that_no_longer_loads_what_is_slow_to_load_is_recognized(resta
     assert not cache.loads_always
 
 
+@pytest.mark.parametrize(("tokens", "shown"), [(256, True), (255, False)])
+def test_only_what_would_be_long_to_load_shows_that_an_engine_loads(tokens: int, shown: bool) -> None:
+    """256 tokens are enough. Of 255 the engine could load 240: whole blocks of 16."""
+    view = cache_view(share=0.0)
+    prefill(view, "a", lookup(tokens))
+    prediction = view.record_routed("m", lookup(tokens), "b", None, 2.0)
+    assert prediction is not None and prediction.declined_tokens == (256 if shown else 240)
+    prediction.check_cached_tokens(prediction.declined_tokens, 2.1)
+    cache = view.cache("b")
+    assert cache is not None and cache.loads_always is shown
+
+
 def test_a_dispatch_to_a_node_with_a_store_matches_the_prompt_once(monkeypatch: pytest.MonkeyPatch) -> None:
     view = cache_view()
     prefill(view, "a", lookup(160))

@@ -8,7 +8,7 @@ import pytest
 from cache_fixtures import SIZE, cache_of, cache_view_of, hit_tokens, prompt, report_stored, route, with_events
 
 from warmroute.core.cache_view import CacheView
-from warmroute.core.messages import Lookup, SpecialPrompt
+from warmroute.core.messages import Lookup, PromptBatch
 from warmroute.core.node_cache import MAX_EVICTED_AT_ONCE
 from warmroute.core.prediction import Prediction
 
@@ -119,7 +119,7 @@ def test_a_missing_prefix_costs_trust() -> None:
 def test_reports_that_cannot_be_compared_cost_no_trust() -> None:
     """Those of prompt lists are of one of the prompts; a truncated prompt begins with other tokens."""
     cache_view = cache_view_of("a")
-    assert accuracy_after(cache_view, prompt(*BLOCKS, special=SpecialPrompt()), 0, 1601) == 1.0
+    assert accuracy_after(cache_view, prompt(*BLOCKS, batch=PromptBatch()), 0, 1601) == 1.0
     assert cache_of(cache_view, "a").accuracy.compared == 0
     assert hit_tokens(cache_view, "a", prompt(*BLOCKS), 3.0) == 1600, "nothing was evicted"
 
@@ -127,7 +127,7 @@ def test_reports_that_cannot_be_compared_cost_no_trust() -> None:
 def test_a_prompt_of_a_list_tells_nothing_about_the_tokenizer() -> None:
     cache_view = cache_view_of("a")
     for _ in range(20):
-        route(cache_view, "a", prompt(1, 2, special=SpecialPrompt())).check_prompt_tokens(5000)
+        route(cache_view, "a", prompt(1, 2, batch=PromptBatch())).check_prompt_tokens(5000)
     assert not cache_of(cache_view, "a").token_mismatch
 
 
@@ -157,7 +157,7 @@ def test_the_hits_of_several_prompts_add_up() -> None:
     route(cache_view, "a", prompt(1, 2, 3))
     route(cache_view, "b", prompt(7, 8))
     route(cache_view, "a", prompt(7))
-    several = prompt(1, 2, 5, special=SpecialPrompt(others=(prompt(7, 8, 9), prompt(30)), prompts=3))
+    several = prompt(1, 2, 5, batch=PromptBatch(others=(prompt(7, 8, 9), prompt(30)), prompts=3))
     assert hit_tokens(cache_view, "a", several, 1.0) == 32 + 16
     assert hit_tokens(cache_view, "b", several, 1.0) == 32
 
@@ -165,9 +165,9 @@ def test_the_hits_of_several_prompts_add_up() -> None:
 def test_a_prompt_for_which_the_engine_skips_its_cache_has_no_hit_and_fills_it() -> None:
     cache_view = cache_view_of("a")
     assert hit_tokens(cache_view, "a", prompt(1, 2)) == 0
-    skipping = SpecialPrompt(skips_cache=True)
-    route(cache_view, "a", prompt(1, 2, special=skipping))
-    assert hit_tokens(cache_view, "a", prompt(1, 2, special=skipping)) == 0
+    skipping = PromptBatch(skips_cache=True)
+    route(cache_view, "a", prompt(1, 2, batch=skipping))
+    assert hit_tokens(cache_view, "a", prompt(1, 2, batch=skipping)) == 0
     assert hit_tokens(cache_view, "a", prompt(1, 2)) == 32
 
 

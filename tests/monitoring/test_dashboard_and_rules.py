@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 import yaml  # type: ignore[import-untyped]
+from support.promql import check, read_names
 
 from warmroute.app.main import main
-from warmroute.app.metrics import METRICS
-from warmroute.app.metrics.page import WAIT_BUCKETS
-from warmroute.app.monitoring import check, read_names
-from warmroute.app.monitoring.alert_rules import Thresholds, alert_rules
+from warmroute.app.metrics.page import METRICS, WAIT_BUCKETS
+from warmroute.app.monitoring import ALERT_RULES, Objectives, render
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
@@ -87,6 +86,13 @@ def test_every_alert_that_an_operator_needs_exists() -> None:
     assert len(names) == len(RULES)
 
 
+def test_the_reference_explains_every_rule() -> None:
+    page = (ROOT / "docs/reference/alerts.md").read_text()
+    for rule in RULES:
+        assert f"## {rule['alert']}\n" in page
+        assert all(line in page for line in rule["annotations"]["description"].splitlines())
+
+
 def test_summaries_use_only_labels_that_their_rule_keeps() -> None:
     for rule in RULES:
         used = set(re.findall(r"\$labels\.(\w+)", rule["annotations"]["summary"]))
@@ -98,10 +104,11 @@ def test_summaries_use_only_labels_that_their_rule_keeps() -> None:
 
 
 def test_the_ttft_objective_is_a_bucket_of_the_histogram(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert Thresholds().ttft_s in WAIT_BUCKETS.bounds_s
+    assert Objectives().ttft_s in WAIT_BUCKETS.bounds_s
     for bound, label in zip(WAIT_BUCKETS.bounds_s, WAIT_BUCKETS.labels, strict=False):
-        rules = {rule.name: rule.expression for rule in alert_rules(Thresholds(ttft_s=bound))}
-        assert label in rules["WarmrouteTtftObjectiveMissed"], "as the metrics page writes it"
+        [group] = yaml.safe_load(render(ALERT_RULES, Objectives(ttft_s=bound)))["groups"]
+        [missed] = [rule["expr"] for rule in group["rules"] if rule["alert"] == "WarmrouteTtftObjectiveMissed"]
+        assert label in missed, "as the metrics page writes it"
     assert main(["monitoring", str(tmp_path), "--ttft-seconds", "3"]) == 2
     assert "0.5, 1, 2.5" in capsys.readouterr().err
 
@@ -111,6 +118,7 @@ def test_the_objectives_are_those_of_the_operator(capsys: pytest.CaptureFixture[
     rules = (tmp_path / "prometheus/alerts.yaml").read_text()
     assert " > 0.144 and " in rules and " / 0.01 > 1" in rules and " / 0.1 > 1" in rules
     assert " > 0.9 and " in rules, "14.4 times a budget of a tenth can not be lost"
+    assert "@" not in rules, "every place has its number"
     assert "Objective 0.99." in (tmp_path / "grafana/warmroute.json").read_text()
     for share in ("1", "0", "nan", "99.9"):
         assert main(["monitoring", str(tmp_path), "--availability", share]) == 2

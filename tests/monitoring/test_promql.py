@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from support.promql import QueryError, Selector, check, read_names
 
 from warmroute.app.metrics import Metric
-from warmroute.app.monitoring import QueryError, Selector, check, read_names
 
 EXPORTED = (
     Metric("requests_total", "counter", "", ("route", "status")),

@@ -78,6 +78,8 @@ class H2Client:
         self.trailers: dict[int, dict[bytes, bytes]] = {}
         self.resets: dict[int, int] = {}
         self.goaway: int | None = None
+        self.updates: list[int | None] = []
+        """Calls, or 0 for the connection, whose window the picker has opened again."""
         self.flush()
 
     def flush(self) -> None:
@@ -111,6 +113,8 @@ class H2Client:
             elif isinstance(event, h2.events.TrailersReceived | h2.events.ResponseReceived):
                 fields = {bytes(name): bytes(value) for name, value in event.headers}
                 self.trailers.setdefault(event.stream_id, {}).update(fields)
+            elif isinstance(event, h2.events.WindowUpdated):
+                self.updates.append(event.stream_id)
             elif isinstance(event, h2.events.StreamReset):
                 self.resets[event.stream_id] = event.error_code
             elif isinstance(event, h2.events.ConnectionTerminated):
@@ -151,8 +155,10 @@ async def raw(p: RunningPicker, data: bytes) -> bytes:
         writer.close()
 
 
-async def test_a_client_with_small_windows_gets_the_whole_body_back() -> None:
-    body = chat_body("x" * 100_000)
+@pytest.mark.parametrize("size", [5_000, 100_000])
+async def test_a_client_with_small_windows_gets_the_whole_body_back(size: int) -> None:
+    """Its answers fill a frame, or several."""
+    body = chat_body("x" * size)
     async with engines(1) as nodes, picker(*nodes) as p, client(p, window=700) as c:
         number = c.call()
         await c.send(number, request_messages(body), piece=1_000)
@@ -161,6 +167,17 @@ async def test_a_client_with_small_windows_gets_the_whole_body_back() -> None:
         c.h2.end_stream(number)
         c.flush()
         assert await c.status(number) == b"0"
+
+
+@pytest.mark.parametrize(("size", "updates"), [(400_000, 0), (700_000, 1), (1_300_000, 2)])
+async def test_a_call_gets_a_new_window_each_time_half_of_it_is_used(size: int, updates: int) -> None:
+    body = chat_body("x" * size)
+    async with engines(1) as nodes, picker(*nodes) as p, client(p) as c:
+        number = c.call()
+        await c.send(number, request_messages(body))
+        while body_of(c.data.get(number, b"")) != body:
+            assert await c.step()
+        assert c.updates.count(number) == updates
 
 
 async def test_a_request_in_single_bytes_is_understood() -> None:

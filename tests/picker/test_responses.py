@@ -17,7 +17,7 @@ from warmroute.app.journal import describe
 from warmroute.core.health import HealthState, counts_of
 from warmroute.core.messages import Outcome
 from warmroute.core.node import Node
-from warmroute.core.tickets import Dispatch
+from warmroute.core.tickets import PromptTicket
 from warmroute.edge.envoy import ext_proc
 
 ROLE = b'data: {"choices":[{"delta":{"role":"assistant"}}]}\n\n'
@@ -61,7 +61,7 @@ async def test_the_first_token_is_found_by_content_and_the_usage_is_read(respons
         [call] = p.service.brain.open.values()
         assert call.main is not None
         ticket = call.main.ticket
-        assert isinstance(ticket, Dispatch)
+        assert isinstance(ticket, PromptTicket)
         await envoy.respond(ROLE, end=False)
         assert not ticket.first_token_s
         await envoy.show(TOKEN, TOKEN, usage(1024))

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from prompt_examples import CHAT, SYSTEM, Examples
 
-from warmroute.app.prompt_doctor import MAX_BYTES, PromptDoctor
+from warmroute.app.prompt_doctor import MAX_BYTES, PromptComparison
 from warmroute.app.prompt_doctor import samples as prompt_samples
 from warmroute.app.prompt_doctor.samples import MAX_PENDING, MAX_RECENT, SAMPLE_S, PromptSample, PromptSamples
 from warmroute.core.messages import RoutingRequest
@@ -29,7 +29,9 @@ class Traffic:
         self.looks_up_caches = False
         self.step_ms = 0.0
         self.now_s = 1000.0
-        self.doctor = PromptDoctor(lambda _key: self.requests, lambda _route: self.looks_up_caches, lambda: self.now_s)
+        self.doctor = PromptComparison(
+            lambda _key: self.requests, lambda _route: self.looks_up_caches, lambda: self.now_s
+        )
         self.doctor.samples = PromptSamples(lambda: 0.5)
 
     def offer(self, body: bytes, tenant: str = "", route: str = "r", path: bytes = CHAT) -> PromptSample | None:

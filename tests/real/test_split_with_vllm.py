@@ -329,8 +329,8 @@ def test_kill_9_of_the_decode_engine(split_engines: list[RealEngine], stream: bo
             r.service.proxy.kv_transfer = lambda engine: FreezingTransfer()  # type: ignore[method-assign]
             request = post(chat(92 + stream, 200, stream=stream))
             asking = asyncio.ensure_future(ask(r, request))
-            splits = r.service.brain.calls.splits
-            await until(lambda: any(a.split and a.split.decode_sent for a in splits), patience_s=PATIENCE_S)
+            checked = r.service.brain.calls.checked
+            await until(lambda: any(a.split and a.split.decode_sent for a in checked), patience_s=PATIENCE_S)
             await r.admin("POST", "/admin/nodes/node2/undrain")
             assert not asking.done() and r.node(1).inflight == 1
             decode.kill()
@@ -385,16 +385,16 @@ def test_a_client_that_leaves_frees_both_engines(split_engines: list[RealEngine]
                 os.killpg(group, signal.SIGSTOP)
             peer = await r.connect()
             peer.write(post(chat(131, 100, stream=True, max_tokens=600, ignore_eos=True)))
-            splits = r.service.brain.calls.splits
+            checked = r.service.brain.calls.checked
             if frozen:
                 wanted = frozen == "decode"
                 await until(
-                    lambda: any(a.split and a.split.decode_sent == wanted for a in splits), patience_s=PATIENCE_S
+                    lambda: any(a.split and a.split.decode_sent == wanted for a in checked), patience_s=PATIENCE_S
                 )
             else:
                 await peer.head(PATIENCE_S)
             peer.disconnect()
-            await until(lambda: r.inflight() == 0 and not splits)
+            await until(lambda: r.inflight() == 0 and not checked)
             assert r.service.counters.disconnects == 1
             if group is not None:
                 os.killpg(group, signal.SIGCONT)

@@ -3,59 +3,20 @@
 from __future__ import annotations
 
 from random import Random
-from typing import Any
 
 import pytest
-from small_worlds import NEAR, assert_all_requests_ended, nodes_of, prompt, specs
+from peer_fleet import Fleet, stored
+from small_worlds import NEAR, assert_all_requests_ended, prompt, specs
 
-from warmroute.core.policy import Policy
-from warmroute.core.routing_context import Query
-from warmroute.lab.engine.blocks import BlockRemoved, BlockStored
+from warmroute.lab.engine.blocks import BlockRemoved
 from warmroute.lab.peers import Holders, RoutedBlocks
 from warmroute.lab.peers.cache_rules import Aibrix, Kubeai, Sglang
 from warmroute.lab.peers.dynamo import Dynamo
 from warmroute.lab.peers.llm_d import LlmD, LlmDPrecise
 from warmroute.lab.replay_setup import PEERS, parse_policy
-from warmroute.lab.request_flow import SimulatedRequest, simulated_request
 from warmroute.lab.run import single_cache_hit_rate
 from warmroute.lab.workloads import parse_workload
 from warmroute.lab.world import World
-
-
-class Fleet:
-    """A small fleet under another router's policy. The test sets the nodes' loads."""
-
-    def __init__(self, peer: Any, count: int = 3) -> None:
-        self.peer = peer
-        self.world = World(specs(count), NEAR, policy=peer, listener=peer)
-        self.nodes = nodes_of(self.world)
-        self._count = 0
-
-    def request(self, *names: object, tokens: int = 160, **more: Any) -> SimulatedRequest:
-        self._count += 1
-        return simulated_request(prompt(*names, tokens=tokens, **more), self._count)
-
-    def decide(self, request: SimulatedRequest, now_s: float = 0.0) -> int:
-        policy: Policy = self.peer
-        group = self.world.fleet.group("sim")
-        assert group is not None
-        return self.nodes.index(policy.decide(Query(request, group.up, group, now_s, None, self.world.cache_view)).node)
-
-    def send(self, at: int, *names: object, **more: Any) -> SimulatedRequest:
-        request = self.request(*names, **more)
-        self.peer.request_sent(request, self.nodes[at], 0.0)
-        return request
-
-    def choices(self, *names: object, times: int = 60, now_s: float = 0.0) -> set[int]:
-        return {self.decide(self.request(*names), now_s) for _ in range(times)}
-
-    def load(self, *loads: int) -> None:
-        for node, load in zip(self.nodes, loads, strict=True):
-            node.inflight = load
-
-
-def stored(request: SimulatedRequest, count: int) -> list[Any]:
-    return [BlockStored(request.blocks(16)[:count], None, [], 16, None, "GPU", None)]
 
 
 def test_holders_count_leading_blocks_only() -> None:
@@ -157,12 +118,14 @@ def test_llm_d_precise_uses_kv_events_and_what_was_sent_in_the_last_two_seconds(
     request = fleet.request("a")
     fleet.peer.kv_events(fleet.nodes[1], 1, 0, stored(request, 10), 0.0)
     assert fleet.choices("a") == {1}
-    fleet.load(4, 8, 4)
-    # 1: 2 · 1 + 4 · 0; others: 4 · 0.5: a tie
+    fleet.nodes[1].waiting = 8
+    fleet.nodes[1].kv_usage = 0.5
+    # 1: 3 · 1 + 2 · 0.5 + 2 · 0; others: 2 · 1 + 2 · 1: a tie
     assert fleet.choices("a") == {0, 1, 2}
-    fleet.load(3, 8, 4)
-    assert fleet.choices("a") == {0}
-    fleet.load(0, 0, 0)
+    fleet.nodes[0].waiting = 4
+    assert fleet.choices("a") == {1, 2}
+    fleet.nodes[0].waiting = fleet.nodes[1].waiting = 0
+    fleet.nodes[1].kv_usage = 0.0
     fleet.peer.kv_events(fleet.nodes[1], 1, 1, [BlockRemoved(request.blocks(16)[:1], "GPU")], 0.0)
     assert fleet.choices("a") == {0}  # a cold request: the first of the nodes that never got one
     fleet.peer.kv_events(fleet.nodes[2], 1, 0, stored(request, 10), 0.0)

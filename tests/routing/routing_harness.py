@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from warmroute.config import Admission as AdmissionConfig
-from warmroute.config import Health, Hedging, Index, NodeConfig, Pricing, Routing
+from warmroute.config import Admission, Health, Hedging, Index, NodeConfig, Pricing, Routing
 from warmroute.config.routing import NORMAL
-from warmroute.core.admission import Admission
+from warmroute.core.admission import Admitter
 from warmroute.core.brain import Brain
 from warmroute.core.cache_view import CacheView
 from warmroute.core.calls import ANSWERING, TRYING, Call, Split, Try
@@ -85,7 +84,7 @@ class RoutingHarness:
     """Nodes n0, n1… that are up, with the policy `price`."""
 
     def __init__(
-        self, count: int = 2, *, admission: AdmissionConfig | None = None, pricing: Pricing | None = None,
+        self, count: int = 2, *, admission: Admission | None = None, pricing: Pricing | None = None,
         cache_tokens: int = 0, slow_start_s: float = 0.0, index: Index | None = None, max_attempts: int = 0,
         hedging: Hedging | None = None,
     ) -> None:  # fmt: skip
@@ -96,7 +95,7 @@ class RoutingHarness:
             self.add(f"n{number}", cache_tokens)
         self.group = self.fleet.group(MODEL) or Group(MODEL)
         self.router = Router(self.fleet, self.cache_view, Routing(policy="price", seed=3), pricing)
-        self.admission = Admission(self.router, admission or AdmissionConfig())
+        self.admission = Admitter(self.router, admission or Admission())
         self.counters = Counters()
         self.brain = Brain(
             self.fleet, self.router, self.admission, self.counters, max_attempts=max_attempts, hedging=hedging,
@@ -152,7 +151,7 @@ class RoutingHarness:
 
     def send(self, node: Node, lookup: Lookup | None = None) -> Ticket:
         """Send a request to this node, whatever it costs."""
-        return self.router.dispatch(self.decide(lookup), node, self.now_s)
+        return self.router.open_ticket(self.decide(lookup), node, self.now_s)
 
     def busy(self, node: Node, tokens: int = 8000) -> Ticket:
         """Give a node a prompt to prefill: by default 460 ms of expected work."""
@@ -219,7 +218,7 @@ class RoutingHarness:
 
     def assert_all_counters_are_zero(self) -> None:
         assert self.admission.queue.waiting == self.group.waiting == 0 == len(self.admission.queue.waiting_for)
-        assert not self.brain.waiting and not self.brain.calls.splits
+        assert not self.brain.waiting and not self.brain.calls.checked
         for node in self.nodes:
             assert (node.inflight, node.context_tokens, node.kv_new) == (0, 0, 0)
             assert node.pending_work == pytest.approx(0.0, abs=1e-3)
@@ -395,5 +394,5 @@ class FakeRequest:
 
 def one_busy_node(**admission: Any) -> tuple[RoutingHarness, Ticket]:
     """Return a fleet of one node that prefills 8,000 tokens, and the ticket of that request."""
-    harness = RoutingHarness(1, admission=AdmissionConfig(**admission))
+    harness = RoutingHarness(1, admission=Admission(**admission))
     return harness, harness.busy(harness.nodes[0])

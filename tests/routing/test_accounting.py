@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from accounting_reference import ReferenceNode, ReferenceTicket
+from accounting_reference import MAX_OUTCOMES, ReferenceNode, ReferenceTicket
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -266,11 +266,11 @@ def test_a_ticket_is_opened_once_and_released_with_a_valid_outcome() -> None:
     ticket.open(node, 1.0)
     with pytest.raises(ValueError, match="open already"):
         ticket.open(node, 1.0)
-    for outcome in (-1, len(Outcome)):
+    for outcome in (-1, len(node.outcomes)):
         with pytest.raises(ValueError, match="outcome"):
             ticket.release(outcome, 1.0)
     with pytest.raises(TypeError):
         ticket.first_token()  # type: ignore[call-arg]
     assert node.inflight == 1 and ticket.release(Outcome.OK, 2.0) and not ticket.release(Outcome.OK, 3.0)
-    assert node.outcomes == [1, 0, 0, 0, 0, 0]
+    assert node.outcomes == [1] + [0] * (MAX_OUTCOMES - 1)
     assert isinstance(DecodeSpeed(), DecodeSpeedState)

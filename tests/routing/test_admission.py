@@ -150,6 +150,35 @@ def test_a_request_that_lets_another_one_go_first_counts_once_as_demand() -> Non
     assert first.admitted and second.queued and demand_meter.arrived == 2
 
 
+def test_the_time_in_the_queue_is_known() -> None:
+    harness, running = one_busy_node()
+    waiting = harness.submit()
+    harness.advance(2.0)
+    harness.free(running)
+    assert waiting.admitted and waiting.call.queued_ms == pytest.approx(2000.0)
+
+
+def test_an_answer_is_decoded_behind_its_prompt_and_half_of_itself_on_average() -> None:
+    harness = RoutingHarness(1)
+    harness.router.demand_meter = demand_meter = DemandMeter()
+    harness.submit(100).answer((100, 0, 10))
+    assert demand_meter.responses == 1 and demand_meter.decode_context == 10 * (100 + 10 / 2)
+
+
+def test_a_request_that_every_node_is_too_busy_for_counts_as_shed() -> None:
+    harness = RoutingHarness(2)
+    harness.router.demand_meter = demand_meter = DemandMeter()
+    request = harness.submit(100)
+    request.fail(429)
+    assert demand_meter.shed == 0
+    request.fail(429)
+    assert request.reject is not None and request.reject.status == 429 and demand_meter.shed == 1
+    failing = harness.submit(100)
+    for _ in range(2):
+        failing.fail(500)
+    assert failing.reject is not None and failing.reject.status == 502 and demand_meter.shed == 1
+
+
 @pytest.mark.interpreted
 @pytest.mark.parametrize("tenants", [1, 3, 100])
 def test_the_number_of_decisions_for_a_free_node_is_bounded(tenants: int) -> None:

@@ -6,9 +6,10 @@ from collections import defaultdict, deque
 from random import Random
 
 import pytest
-from routing_harness import FakeRequest, RoutingHarness, one_busy_node, prompt
+from routing_harness import MODEL, FakeRequest, RoutingHarness, one_busy_node, prompt
 
 from warmroute.config.routing import HIGH, LOW, NORMAL
+from warmroute.core.messages import RoutingRequest
 from warmroute.core.node import Ticket
 
 
@@ -118,6 +119,20 @@ def test_work_admitted_at_once_while_others_wait_is_charged_to_its_tenant() -> N
     waiting.cancel()
     assert not harness.admission.queue.past_work_ms
     harness.close(running)
+
+
+def test_of_two_tenants_the_one_with_less_admitted_work_goes_first() -> None:
+    harness, running = one_busy_node()
+    first, second, last = (harness.submit(40_000, tenant=tenant) for tenant in ("heavy", "heavy", "light"))
+    harness.free(running)
+    assert first.admitted and second.queued and last.queued
+    queue, decision = harness.admission.queue, harness.decide(prompt(40_000))
+    by_tenant = {
+        key[1]: (key, next(iter(tenant.by_work.all_for(harness.nodes[0])))) for key, tenant in queue.tenants.items()
+    }
+    for own, other, goes_before in (("light", "heavy", True), ("heavy", "light", False)):
+        request = RoutingRequest(MODEL, tenant=own)
+        assert queue.goes_before(request, decision, *by_tenant[other], False, harness.now_s) is goes_before
 
 
 # No starvation behind a higher priority.

@@ -130,7 +130,7 @@ def test_other_islands_do_not_change_what_fits() -> None:
         set_window(harness, harness.add(name, island=island), window)
     fields: dict[str, Any] = {"session_header": b"s"}
     first = decide(harness, 500, **fields)
-    harness.router.dispatch(first, harness.fleet.node("a"), harness.now_s)
+    harness.router.open_ticket(first, harness.fleet.node("a"), harness.now_s)
     assert decide(harness, 500, **fields).node.island == "east"
     for _ in range(5):
         decision = decide(harness, 4500, **fields)
@@ -160,7 +160,7 @@ def test_requests_that_need_the_long_window_make_it_more_expensive_for_others() 
     for _ in range(50):
         harness.advance(0.1)
         long = decide(harness, 20_000)
-        harness.close(harness.router.dispatch(long, long.node, harness.now_s))
+        harness.close(harness.router.open_ticket(long, long.node, harness.now_s))
     harness.advance(1.0)
     after = decide(harness, 1000, max_output=10)
     for node, is_long in zip(harness.nodes, (False, True), strict=True):

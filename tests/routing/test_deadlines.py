@@ -98,6 +98,16 @@ def test_a_policy_without_prices_rejects_only_after_the_deadline() -> None:
     assert late.why == "deadline_ttft"
 
 
+def test_half_a_millisecond_before_its_deadline_a_request_may_still_try() -> None:
+    harness = known_fleet()
+    harness.router.reconfigure(Routing(policy="round_robin"), Pricing())
+    for wish in ("ttft_ms", "total_ms"):
+        last = request(harness, 300, **{wish: 100.5})
+        harness.advance(0.1)
+        last.submit()
+        assert last.admitted
+
+
 # Queued requests.
 
 

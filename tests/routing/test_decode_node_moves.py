@@ -10,7 +10,7 @@ from warmroute._kernel import pack_load_rows
 from warmroute.core.messages import CLOSED
 from warmroute.core.node import Node, Ticket
 from warmroute.core.speeds import LATENCY_MS
-from warmroute.core.tickets import DecodeDispatch
+from warmroute.core.tickets import DecodeTicket
 
 
 class Moves(SplitHarness):
@@ -113,7 +113,7 @@ def test_a_moved_request_is_counted_once_and_is_no_try_of_the_first_node(monkeyp
     harness = Moves()
     request = harness.submit_split(prompt(30_000, 5), kept="history")
     first, ticket = request.main.node, request.ticket
-    assert isinstance(ticket, DecodeDispatch) and ticket.prediction is not None
+    assert isinstance(ticket, DecodeTicket) and ticket.prediction is not None
     sampled = ticket.prediction.sampled_blocks
     chains: list[bytes] = []
     record = harness.cache_view.reuse.record
@@ -126,7 +126,7 @@ def test_a_moved_request_is_counted_once_and_is_no_try_of_the_first_node(monkeyp
     running = harness.move(request)
     assert len(chains) == len(running), "only the other requests"
     moved = request.ticket
-    assert isinstance(moved, DecodeDispatch) and moved.prediction is not None and sampled
+    assert isinstance(moved, DecodeTicket) and moved.prediction is not None and sampled
     assert moved.prediction.sampled_blocks == sampled
     harness.end(request, running)
     assert request.call.history is not None

@@ -254,7 +254,7 @@ def test_a_conversation_that_stays_on_its_island_and_one_that_moves() -> None:
     for number, island in enumerate(("aws", "aws", "gcp")):
         harness.add(f"n{number}", island=island)
     first = harness.decide(prompt(8210, 1))
-    harness.close(harness.router.dispatch(first, harness.nodes[0], harness.now_s))
+    harness.close(harness.router.open_ticket(first, harness.nodes[0], harness.now_s))
     staying = harness.decide(prompt(9000, 1))
     assert staying.node.island == "aws"
     assert "; stays on aws, its conversation's island; " in explained(staying)

@@ -8,9 +8,9 @@ from test_pairs import PairHarness
 
 from warmroute.config import Pricing
 from warmroute.core.demand import LongPrompts
-from warmroute.core.group import PATIENCE, blocking_ms
+from warmroute.core.group import MAX_RATIO_TO_EXPECTED, blocking_ms
 from warmroute.core.messages import Outcome
-from warmroute.core.tickets import WholeDispatch
+from warmroute.core.tickets import WholeAnswerTicket
 
 
 def idle_harness(**fields: object) -> PairHarness:
@@ -63,7 +63,7 @@ def test_other_prefill_nodes_serve_no_whole_request(why: str) -> None:
 def test_a_node_prefills_for_no_other_one_until_its_answer_ends() -> None:
     harness = idle_harness(prefill=1)
     first = harness.submit(30_000, may_split=True)
-    assert first.decision.node.name == "p0" and isinstance(first.ticket, WholeDispatch)
+    assert first.decision.node.name == "p0" and isinstance(first.ticket, WholeAnswerTicket)
     first.ticket.first_token(harness.now_s)
     second = harness.submit(30_000, may_split=True)
     assert second.queued and second.harness.admission.queue.waiting == 1
@@ -79,7 +79,7 @@ def test_an_answer_that_does_not_end_blocks_its_node_only_for_a_while() -> None:
     node = harness.node("p0")
     assert node.is_blocked(harness.now_s)
     harness.advance(node.blocked_until_s - harness.now_s)
-    assert not node.is_blocked(harness.now_s) and PATIENCE > 1.0
+    assert not node.is_blocked(harness.now_s) and MAX_RATIO_TO_EXPECTED > 1.0
     first.ticket.first_token(harness.now_s)
     assert harness.admission.has_room(node, harness.now_s)
 

@@ -6,9 +6,8 @@ from array import array
 
 import pytest
 
-from warmroute.config import Admission as AdmissionConfig
-from warmroute.config import Health, Index, IslandAffinity, IslandConfig, NodeConfig, Pricing, Routing
-from warmroute.core.admission import Admission
+from warmroute.config import Admission, Health, Index, IslandAffinity, IslandConfig, NodeConfig, Pricing, Routing
+from warmroute.core.admission import Admitter
 from warmroute.core.cache_view import CacheView
 from warmroute.core.decision import Decision
 from warmroute.core.fleet import Fleet
@@ -47,7 +46,7 @@ class TwoIslands:
         request = RoutingRequest(MODEL, session_header=session, deadline_s=deadline_s)
         decision = self.router.decide(request, self.now_s, Lookup(array("I", tokens).tobytes(), len(tokens), 0))
         node = self.nodes[to] if to else decision.node
-        ticket = self.router.dispatch(decision, node, self.now_s)
+        ticket = self.router.open_ticket(decision, node, self.now_s)
         ticket.close(Outcome.CANCELLED, self.now_s)
         self.now_s += 1.0
         return decision
@@ -206,7 +205,7 @@ def test_a_home_whose_nodes_are_not_eligible_is_not_down(home_is_down: bool) -> 
         islands.set_down("a")
     others = [islands.nodes["b0"], islands.nodes["b1"]]
     decision = islands.router.decide_among(others, before.query)  # the queues of the others are too long
-    islands.router.dispatch(decision, decision.node, islands.now_s).close(Outcome.CANCELLED, islands.now_s)
+    islands.router.open_ticket(decision, decision.node, islands.now_s).close(Outcome.CANCELLED, islands.now_s)
     assert islands.conversations.moved == {("a", "b", DOWN if home_is_down else NOT_ELIGIBLE): 1}
 
 
@@ -287,7 +286,7 @@ def test_a_session_has_a_home_for_each_model() -> None:
     assert islands.send(turns(1, 1)[0], session=b"one").node.island == "a"
     request = RoutingRequest("other", session_header=b"one")
     decision = islands.router.decide(request, islands.now_s)
-    islands.router.dispatch(decision, decision.node, islands.now_s).close(Outcome.CANCELLED, islands.now_s)
+    islands.router.open_ticket(decision, decision.node, islands.now_s).close(Outcome.CANCELLED, islands.now_s)
     assert not islands.conversations.moved and "home" not in decision.reason, "its home for the other model is not a"
 
 
@@ -302,13 +301,13 @@ def test_a_request_moves_if_its_home_would_miss_the_deadline_of_the_whole_respon
     lookup = Lookup(array("I", second).tobytes(), len(second), 0)
     decision = islands.router.decide(request, islands.now_s, lookup)
     assert decision.node.island == "b" and "deadline" in decision.reason
-    admitted, _ = Admission(islands.router, AdmissionConfig()).dry_run(request, lookup, islands.now_s)
+    admitted, _ = Admitter(islands.router, Admission()).dry_run(request, lookup, islands.now_s)
     assert admitted.node.island == "b", "it is not rejected if another island meets the deadline"
 
 
 def test_the_queue_of_an_island_decays_after_it_became_the_only_one() -> None:
     islands = TwoIslands()
-    admission = Admission(islands.router, AdmissionConfig())
+    admission = Admitter(islands.router, Admission())
     islands.fleet.islands.update_queues({"a": 50_000.0})
     a0 = islands.nodes["a0"]
     assert a0.distance_ms > 1000.0

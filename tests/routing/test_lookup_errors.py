@@ -9,7 +9,7 @@ from routing_harness import MODEL, RoutingHarness, prompt
 
 from warmroute.config import Pricing, RouteConfig, Routing
 from warmroute.core.cache_view import CacheView
-from warmroute.core.tickets import Dispatch
+from warmroute.core.tickets import PromptTicket
 
 
 def break_index(harness: RoutingHarness) -> None:
@@ -32,7 +32,7 @@ def test_a_prompt_that_cannot_be_looked_up_is_routed_by_load(policy: str, caplog
     with caplog.at_level(logging.ERROR):
         for number in range(6):
             request = harness.submit(prompt(80_000))
-            assert request.admitted and not isinstance(request.ticket, Dispatch), number
+            assert request.admitted and not isinstance(request.ticket, PromptTicket), number
     assert {node.inflight for node in harness.nodes} == {2}, "load decides"
     assert harness.cache_view.lookup_errors >= 6
     assert len([record for record in caplog.records if "lookup_failed" in record.message]) <= 2, "logged once"

@@ -179,14 +179,14 @@ def test_no_node_ever_has_more_requests_whatever_fails(policy: str, fleet: str, 
     )  # fmt: skip
     setup = msgspec.structs.replace(setup, conditions=msgspec.structs.replace(setup.conditions, seed=seed))
     world = build_world(setup)
-    dispatch, most = world.router.dispatch, Counter[str]()
+    dispatch, most = world.router.open_ticket, Counter[str]()
 
     def watch(decision: Any, node: Any, *more: Any, **others: Any) -> Any:
         ticket = dispatch(decision, node, *more, **others)
         most[node.name] = max(most[node.name], node.inflight)
         return ticket
 
-    world.router.dispatch = watch  # type: ignore[method-assign]
+    world.router.open_ticket = watch  # type: ignore[method-assign]
     world.run(setup.arrivals(), limit=250)
     assert max(most.values()) == LIMIT, most
     assert world.inflight == 0 and not any(sim.inflight for sim in world.nodes.values())

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from routing_harness import RoutingHarness, prompt
 
-from warmroute.core.output_length import DEFAULT_TOKENS, MAX_RAISED_TOKENS, OutputLengthEstimate
+from warmroute.core.output_length import DEFAULT_TOKENS, MAX_AVERAGES, MAX_RAISED_TOKENS, OutputLengthEstimate
 from warmroute.core.speeds import DecodeSpeed
-from warmroute.core.tickets import Dispatch
+from warmroute.core.tickets import PromptTicket
 
 
 def test_the_estimate_is_the_average_of_model_and_tenant() -> None:
@@ -97,7 +97,7 @@ def test_the_estimate_is_learned_from_reported_usage() -> None:
     harness = RoutingHarness(1)
     for _ in range(100):
         ticket = harness.busy(harness.nodes[0], 1000)
-        assert isinstance(ticket, Dispatch)
+        assert isinstance(ticket, PromptTicket)
         harness.advance(0.1)
         ticket.first_token(harness.now_s)
         harness.advance(1.0)
@@ -105,3 +105,22 @@ def test_the_estimate_is_learned_from_reported_usage() -> None:
         harness.close(ticket)
     assert harness.price(harness.nodes[0], prompt(1000)).output == pytest.approx(50, rel=0.05)
     harness.assert_all_counters_are_zero()
+
+
+def test_an_absurdly_fast_step_does_not_raise_the_estimate_without_limit() -> None:
+    """At 0.5 ms a step, streams of 100 ms have 200 tokens and are half done. No step counts as less than 0.1 ms."""
+    lengths, speed = OutputLengthEstimate(), DecodeSpeed()
+    lengths.record("m", "", 1)
+    for at_s in (0.0, 0.2):
+        assert lengths.stream_began("m", speed, at_s)
+    for mean_ms, raised in ((0.5, 200.0), (0.1, 1000.0), (0.001, 1000.0)):
+        speed.mean_ms = mean_ms
+        assert lengths.expected("m", "") == pytest.approx(1 + (raised - 1) * 19 / 20)
+
+
+def test_streams_of_more_models_than_the_table_holds_are_not_counted() -> None:
+    lengths, speed = OutputLengthEstimate(), DecodeSpeed()
+    assert all(lengths.stream_began(f"m{number}", speed, 0.0) for number in range(MAX_AVERAGES))
+    assert lengths.stream_began("another", speed, 0.0) is False
+    assert lengths.stream_began("m0", speed, 100.0)
+    assert lengths.expected("another", "") == DEFAULT_TOKENS < lengths.expected("m0", "")

@@ -189,6 +189,20 @@ def test_sglang_decode_nodes_always_get_a_prefill_node() -> None:
     assert pair_of(harness.choose(prompt(30_000)))[1] == "d0"
 
 
+def test_an_earlier_node_that_takes_no_kv_cache_does_not_hide_the_pairs() -> None:
+    harness = PairHarness(decode=0, pricing=Pricing(split="always"))
+    harness.add("x0", 400_000)
+    harness.add("d0", 400_000, role="decode", engine="vllm")
+    assert pair_of(harness.choose(prompt(30_000))) == ("p0", "d0")
+
+
+def test_a_request_that_may_not_be_split_waits_rather_than_go_to_a_node_that_needs_a_partner() -> None:
+    harness = PairHarness(engine="sglang")
+    harness.add("x0", 400_000, engine="sglang")
+    harness.busy(harness.node("x0"), 60_000)
+    assert pair_of(harness.choose(prompt(30_000), may_split=False)) == (None, "x0")
+
+
 def test_a_queued_request_waits_for_its_prefill_node() -> None:
     harness = PairHarness(pricing=Pricing(split="always"))
     busy = [harness.busy(harness.node("p0"), 60_000) for _ in range(2)]

@@ -12,12 +12,12 @@ import pytest
 from routing_harness import MODEL, RoutingHarness, prompt
 
 from warmroute.config import Pricing
-from warmroute.core.messages import Lookup, SpecialPrompt
+from warmroute.core.messages import Lookup, PromptBatch
 from warmroute.core.node import Node, Ticket
 from warmroute.core.output_length import DEFAULT_TOKENS
 from warmroute.core.policies.price import MAX_CACHE_LISTS, PricePolicy
 from warmroute.core.prefill_work import work
-from warmroute.core.tickets import Dispatch
+from warmroute.core.tickets import PromptTicket
 
 
 def record_arrivals(harness: RoutingHarness, *ages_s: float) -> None:
@@ -362,9 +362,9 @@ def test_the_prefix_of_a_node_that_is_not_crowded_gets_no_second_home() -> None:
 
 def list_of_prompts(count: int, tokens: int) -> Lookup:
     first, *others = [prompt(tokens, number) for number in range(1, count + 1)]
-    first.special = SpecialPrompt(others=tuple(others), prompts=count, total_tokens=count * tokens)
+    first.batch = PromptBatch(others=tuple(others), prompts=count, total_tokens=count * tokens)
     for other in others:
-        other.special = SpecialPrompt(total_tokens=tokens)
+        other.batch = PromptBatch(total_tokens=tokens)
     return first
 
 
@@ -421,7 +421,7 @@ def test_a_node_of_unknown_speed_is_not_assumed_to_be_slow() -> None:
     for _ in range(10):
         serve(harness, known, 0.05)
         ticket = harness.busy(known, 4000)
-        assert isinstance(ticket, Dispatch)
+        assert isinstance(ticket, PromptTicket)
         harness.advance(0.25)
         ticket.first_token(harness.now_s)
         harness.advance(100 * 0.040)  # 40 ms per token; the default is 15

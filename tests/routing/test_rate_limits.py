@@ -68,6 +68,7 @@ def test_the_real_usage_is_settled_once() -> None:
     charge.settle(100, 50)
     assert tenant.tokens.level(0.0) == 850
     charge.settle(100, 900)
+    assert tenant.tokens.level(0.0) == 850
     charge.cancel()
     assert tenant.tokens.level(0.0) == 850
 

@@ -8,7 +8,7 @@ from split_harness import SplitHarness, other
 
 from warmroute.core.messages import Outcome
 from warmroute.core.node import Ticket
-from warmroute.core.tickets import DecodeDispatch
+from warmroute.core.tickets import DecodeTicket
 
 
 def test_the_decode_request_follows_the_prefill() -> None:
@@ -123,7 +123,7 @@ def test_a_mixed_node_that_prefills_serves_the_request_alone_when_the_decode_nod
         assert request.events == ["prefill x0 for d0"]
         harness.fleet.check_failed(decode, harness.now_s, "connection refused")
         harness.settle()
-        assert request.sent == ["x0"] and not isinstance(request.ticket, DecodeDispatch)
+        assert request.sent == ["x0"] and not isinstance(request.ticket, DecodeTicket)
         assert request.events[1:] == ["withdraw prefill"]
         harness.finish(request)
         harness.fleet.check_passed(decode, harness.now_s)

@@ -12,19 +12,19 @@ from routing_harness import RoutingHarness, prompt
 from warmroute.core.demand import DemandMeter
 from warmroute.core.messages import Outcome
 from warmroute.core.speeds import DEFAULT_MS_PER_TOKEN
-from warmroute.core.tickets import Dispatch
+from warmroute.core.tickets import PromptTicket
 
 TOKEN_MS = 12.0
 
 
-def send(harness: RoutingHarness, tokens: int, *, streams: bool = False) -> Dispatch:
+def send(harness: RoutingHarness, tokens: int, *, streams: bool = False) -> PromptTicket:
     decision = harness.decide(prompt(tokens), streams=streams)
-    ticket = harness.router.dispatch(decision, decision.node, harness.now_s)
-    assert isinstance(ticket, Dispatch)
+    ticket = harness.router.open_ticket(decision, decision.node, harness.now_s)
+    assert isinstance(ticket, PromptTicket)
     return ticket
 
 
-def finish(harness: RoutingHarness, ticket: Dispatch, output: int | None) -> None:
+def finish(harness: RoutingHarness, ticket: PromptTicket, output: int | None) -> None:
     ticket.first_token(harness.now_s)
     ticket.record_usage(ticket.tokens, 0, output, harness.now_s)
     ticket.close(Outcome.OK, harness.now_s)

@@ -12,7 +12,15 @@ from routing_harness import FakeRequest, RoutingHarness, explained, one_busy_nod
 from warmroute.config.routing import HIGH, LOW, NORMAL
 from warmroute.core.admission import FULL_CHECK_TICKS, OVERDUE
 from warmroute.core.queue import KEY_TOLERANCE
-from warmroute.core.queue_order import CREDIT_S, GRACE_S, PATIENCE, SHARE, WAITING_CREDIT, QueuedRequest, SortedRequests
+from warmroute.core.queue_order import (
+    CREDIT_S,
+    DUE_PER_PREFILL,
+    GRACE_S,
+    OVERDUE_SHARE_OF_PREFILL,
+    WAITING_CREDIT,
+    QueuedRequest,
+    SortedRequests,
+)
 
 # The order.
 
@@ -100,7 +108,7 @@ def test_the_request_with_the_least_work_goes_first(seed: int) -> None:
         [admitted] = [request for request in requests if not request.queued]
         requests.remove(admitted)
         now_s = harness.now_s
-        first = min(all_queued(harness), key=lambda one: (one.effective_key(now_s), one.number))
+        first = min(all_queued(harness), key=lambda one: (one.ranked_ms(now_s), one.number))
         expected = harness.requests[first.call.id]
         admitted.finish()
         assert expected in requests and not expected.queued
@@ -222,7 +230,7 @@ def test_a_guarantee_counts_a_long_prompt_that_was_sent_while_it_waited() -> Non
 
 def guaranteed_s(work_s: float, ahead_s: float, longest_s: float, nodes: int) -> float:
     """The formula of docs/concepts/admission.md."""
-    return GRACE_S + PATIENCE * work_s + (longest_s + ahead_s / nodes) / SHARE
+    return GRACE_S + DUE_PER_PREFILL * work_s + (longest_s + ahead_s / nodes) / OVERDUE_SHARE_OF_PREFILL
 
 
 @pytest.mark.parametrize("nodes", [1, 4])
@@ -282,7 +290,9 @@ def test_overdue_requests_get_at_least_their_share_and_the_others_the_rest() -> 
         admitted.finish()
         short = deque(one for one in short if one.queued or one.is_open)
     share = work_ms["long"] / sum(work_ms.values())
-    assert SHARE <= share < SHARE + 0.12, "one prefill of 4 s is a tenth of all here"
+    assert OVERDUE_SHARE_OF_PREFILL <= share < OVERDUE_SHARE_OF_PREFILL + 0.12, (
+        "one prefill of 4 s is a tenth of all here"
+    )
 
 
 def test_an_overdue_request_takes_any_node_when_the_credit_pays_for_its_prefill() -> None:
@@ -312,7 +322,7 @@ def test_an_overdue_request_takes_any_node_when_the_credit_pays_for_its_prefill(
         admitted.finish()
     assert request.node is cold and request.decision.reason == OVERDUE
     assert request.decision.price is not None
-    assert work_ms == pytest.approx(request.decision.price.prefill / SHARE, rel=0.3)
+    assert work_ms == pytest.approx(request.decision.price.prefill / OVERDUE_SHARE_OF_PREFILL, rel=0.3)
 
 
 def test_of_overdue_requests_the_oldest_has_the_turn_of_the_shortest() -> None:

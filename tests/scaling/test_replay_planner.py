@@ -384,7 +384,7 @@ def test_an_objective_that_no_fleet_meets_is_remembered_for_a_while(planning: Pl
 
 def test_searches_know_the_usual_floor_until_the_objective_changes(planning: Planning) -> None:
     def usual_ms() -> float:
-        found = planning.runner.requests[-1].usual_floor_ms
+        found = planning.runner.requests[-1].baseline_ttft_ms
         assert found is not None
         return found
 

@@ -98,6 +98,9 @@ async def test_without_provisioners_every_process_knows_the_desired_number(tmp_p
     assert service.scaling is not None
     service.scaling.loop.turn()
     assert service.scaling.autoscaler.desired_nodes == 3
+    described = service.scaling.describe()
+    assert (described["desired_nodes"], described["workloads"]["decode"]) == (3, {"desired_nodes": 3})
+    assert described["workloads"]["prefill"] == {"desired_nodes": 1}, "the minimum of a workload without nodes"
     other.release()
 
 

@@ -16,7 +16,7 @@ from warmroute.lab.replay_setup import parse_policy
 from warmroute.lab.run import Setup
 from warmroute.lab.simulated_node import Conditions, Island, NodeSpec
 from warmroute.lab.simulated_scaling import CreateDecisionMaker, ScalingSetup, SimulatedOffer, SimulatedScaling
-from warmroute.lab.sizing import Limits, nodes_needed
+from warmroute.lab.sizing import LatencyLimits, nodes_needed
 from warmroute.lab.summary import summary
 from warmroute.lab.workloads import Generated
 from warmroute.lab.workloads.workload_prompt import Segments, WorkloadPrompt, segment_id
@@ -78,7 +78,7 @@ def test_the_fleet_gets_the_size_that_plan_finds(nodes: int) -> None:
         rate=3.0,
         limit=500,
     )
-    planned = nodes_needed(setup, parse_policy("price"), Limits.of(OBJECTIVE), 16).nodes
+    planned = nodes_needed(setup, parse_policy("price"), LatencyLimits.of(OBJECTIVE), 16).nodes
     assert planned is not None
     assert abs(serving - planned) <= 1
     last = scaling.autoscaler.last_decision

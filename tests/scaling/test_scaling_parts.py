@@ -206,6 +206,32 @@ def test_the_longest_shared_prefix_is_hot() -> None:
     assert not hot.hottest(8, 25.0 + 1200.0)  # its uses have decayed
 
 
+def test_the_hottest_prefixes_are_those_that_cost_the_most_work() -> None:
+    """A short prefix of many requests, a long one of few, and one of a middle length whose loss costs the most."""
+    hot, random = HotPrefixes(), Random(9)
+    short, middle, long = (random.randbytes(8 * blocks) for blocks in (1, 16, 64))
+    for chain, times in ((short, 60), (long, 5), (middle, 40)):
+        for _ in range(times):
+            hot.record(chain, 16, PROMPT, 0.0)
+    assert [found.chain for found in hot.hottest(8, 0.0)] == [middle, long, short]
+    assert [found.chain for found in hot.hottest(1, 0.0)] == [middle]
+
+
+def test_a_prefix_that_was_cold_needs_new_uses_to_be_hot_again() -> None:
+    """Its example and its place among the MAX_EXAMPLES are free meanwhile."""
+    hot, random = HotPrefixes(), Random(4)
+    chains = [random.randbytes(8) for _ in range(MAX_EXAMPLES + 1)]
+    for chain in chains[:MAX_EXAMPLES]:
+        for _ in range(4):
+            hot.record(chain, 16, PROMPT, 0.0)
+    assert len(hot.hottest(10_000, 0.0)) == MAX_EXAMPLES
+    assert not hot.hottest(10_000, 600.0)
+    for chain in chains:
+        for _ in range(4):
+            hot.record(chain, 16, PROMPT, 600.0)
+    assert {found.chain for found in hot.hottest(10_000, 600.0)} == {*chains[:MAX_EXAMPLES]}
+
+
 def test_hot_prefixes_are_bounded() -> None:
     hot, random = HotPrefixes(), Random(3)
     for at in range(3000):

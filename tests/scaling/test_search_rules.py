@@ -79,31 +79,31 @@ UNUSUAL = "longer than usual"
 
 def test_no_node_is_bought_because_prompts_were_longer_than_usual(plan: Any) -> None:
     """On fifteen nodes hardly any request waits, and their p90 is 400 ms above the usual one."""
-    found, asked = plan(7, {7: 1.1, 8: 1.0, 15: 0.8}, usual_floor_ms=1200.0)
+    found, asked = plan(7, {7: 1.1, 8: 1.0, 15: 0.8}, baseline_ttft_ms=1200.0)
     assert asked[:2] == [(7, 0), (15, 0)]
-    assert (found.add, found.floor_ms, found.unusual_ms) == (0, 1600.0, pytest.approx(400.0))
+    assert (found.add, found.floor_ms, found.above_baseline_ms) == (0, 1600.0, pytest.approx(400.0))
     assert found.fleets[0].excess == pytest.approx(1.1), "what was replayed stays visible"
     explained = found.explain(OBJECTIVE)
     assert "; 400 ms of each TTFT p90 do not count: many more nodes also take 400 ms longer than usual" in explained
 
 
-@pytest.mark.parametrize("usual_floor_ms", [None, 1600.0, 1800.0])
-def test_longer_prompts_that_are_usual_count(plan: Any, usual_floor_ms: float | None) -> None:
-    found, _ = plan(7, {7: (1.1, 1.1), 8: 0.99, 15: 0.8}, usual_floor_ms=usual_floor_ms)
-    assert (found.add, found.unusual_ms) == (1, 0.0)
+@pytest.mark.parametrize("baseline_ttft_ms", [None, 1600.0, 1800.0])
+def test_longer_prompts_that_are_usual_count(plan: Any, baseline_ttft_ms: float | None) -> None:
+    found, _ = plan(7, {7: (1.1, 1.1), 8: 0.99, 15: 0.8}, baseline_ttft_ms=baseline_ttft_ms)
+    assert (found.add, found.above_baseline_ms) == (1, 0.0)
     assert UNUSUAL not in found.explain(OBJECTIVE)
 
 
 def test_the_floor_of_an_overloaded_fleet_is_not_measured(plan: Any) -> None:
     """Requests may wait on three times its nodes, too, so that their p90 says nothing about the length of prompts."""
-    found, asked = plan(2, {2: 9.0, 3: 8.0, 4: 6.0, 6: 3.0, 8: 1.2, 10: 0.9}, usual_floor_ms=800.0)
+    found, asked = plan(2, {2: 9.0, 3: 8.0, 4: 6.0, 6: 3.0, 8: 1.2, 10: 0.9}, baseline_ttft_ms=800.0)
     assert (6, 0) not in asked[:2]
-    assert (found.floor_ms, found.unusual_ms, found.desired_nodes) == (None, 0.0, 10)
+    assert (found.floor_ms, found.above_baseline_ms, found.desired_nodes) == (None, 0.0, 10)
 
 
 def test_an_unusual_floor_does_not_excuse_every_fleet(plan: Any) -> None:
-    found, _ = plan(7, {7: 1.6, 8: 1.5, 9: 1.25, 15: 1.2}, usual_floor_ms=800.0)
-    assert found.unusual_ms == pytest.approx(600.0), "at most 0.3 of the limit"
+    found, _ = plan(7, {7: 1.6, 8: 1.5, 9: 1.25, 15: 1.2}, baseline_ttft_ms=800.0)
+    assert found.above_baseline_ms == pytest.approx(600.0), "at most 0.3 of the limit"
     assert found.desired_nodes == 9
 
 
@@ -123,10 +123,10 @@ def test_an_earlier_replay_is_judged_by_what_is_unusual_now(plan: Any) -> None:
     """Five nodes were nearly too few when prompts were long. Now prompts are as usual, and five are clearly too few to
     spare one."""
     results: Results = {4: 9.0, 5: 0.98, 6: 0.9, 14: 0.8}
-    first, _ = plan(6, results, usual_floor_ms=1000.0)
-    assert (first.unusual_ms, first.spare) == (pytest.approx(600.0), 1)
-    second, _ = plan(6, results, usual_floor_ms=1600.0, known=first.fleets)
-    assert (second.unusual_ms, second.spare) == (0.0, 0)
+    first, _ = plan(6, results, baseline_ttft_ms=1000.0)
+    assert (first.above_baseline_ms, first.spare) == (pytest.approx(600.0), 1)
+    second, _ = plan(6, results, baseline_ttft_ms=1600.0, known=first.fleets)
+    assert (second.above_baseline_ms, second.spare) == (0.0, 0)
 
 
 def test_only_the_ttft_is_excused(plan: Any) -> None:

@@ -24,11 +24,10 @@ from seam.script import (
     Script,
     Tell,
 )
-from warmroute.config import Admission as AdmissionConfig
-from warmroute.config import Health, Hedging, Index, Journal, KeyConfig, NodeConfig, Pricing, Routing
+from warmroute.config import Admission, Health, Hedging, Index, Journal, KeyConfig, NodeConfig, Pricing, Routing
 from warmroute.config.routing import HIGH, LOW, NORMAL
 from warmroute.core import messages
-from warmroute.core.admission import Admission
+from warmroute.core.admission import Admitter
 from warmroute.core.brain import Brain
 from warmroute.core.cache_view import CacheView
 from warmroute.core.demand import DemandMeter
@@ -106,7 +105,7 @@ class CoreStage:
         pricing = Pricing(**{"split": split, **table.get("pricing", {})})
         self.router = Router(self.fleet, self.cache_view, routing, pricing)
         self._admission = dict(table.get("admission", {}))
-        self.admission = Admission(self.router, AdmissionConfig(**self._admission))
+        self.admission = Admitter(self.router, Admission(**self._admission))
         self.admission.without_node.first_node_wait_s = script.first_node_wait_s
         self.rate_limits = RateLimits(self._keys(script), self._now_s)
         self.counters, self.traffic = Counters(), Traffic()
@@ -259,7 +258,7 @@ class CoreStage:
             self.faults[event.node].is_broken = what == "breaks"
             return
         elif what == "reloads":
-            self.admission.reconfigure(AdmissionConfig(**{**self._admission, **event.fields}))
+            self.admission.reconfigure(Admission(**{**self._admission, **event.fields}))
         else:
             node = play.node(event.node)
             if what == "suspected":

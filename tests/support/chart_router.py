@@ -54,9 +54,8 @@ class ChartRouter:
         self.file: Path = cluster.folder / f"{name}.toml"
         self.log: Path = cluster.folder / f"{name}.log"
         self.port = free_port()
-        self.keda_port = free_port()
-        text = self.config_map["data"]["warmroute.toml"]
-        self.file.write_text(text.replace("keda_port = 8083", f"keda_port = {self.keda_port}"))
+        self.admin_port = free_port()
+        self.file.write_text(self.config_map["data"]["warmroute.toml"])
 
     def events(self, name: str) -> list[dict[str, Any]]:
         """Return the log records of this event."""
@@ -83,7 +82,7 @@ async def chart_router(cluster: Cluster, release: str, values: str) -> AsyncIter
     with router.log.open("wb") as log:
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "warmroute", "serve", "--config", str(router.file), "--port",
-            str(router.port), "--admin-port", "0", env=environment, stderr=log,
+            str(router.port), "--admin-port", str(router.admin_port), env=environment, stderr=log,
         )  # fmt: skip
     try:
         await until(lambda: router.events("startup_complete") or process.returncode is not None, "started", 30)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from warmroute.lab.engine.blocks import BlockPool
 from warmroute.lab.engine.core import EngineCore
-from warmroute.lab.engine.values import State
+from warmroute.lab.engine.values import SequenceState
 
 
 def check_engine(engine: EngineCore) -> None:
@@ -14,9 +14,9 @@ def check_engine(engine: EngineCore) -> None:
     check_blocks(scheduler.pool, [sequence.blocks for sequence in running])
     for sequence in running:
         assert sequence.stored_blocks <= len(sequence.blocks)
-        assert sequence.state in (State.PREFILLING, State.DECODING)
+        assert sequence.state in (SequenceState.PREFILLING, SequenceState.DECODING)
     assert len(running) + len(scheduler.waiting) == len(engine._sequences), "a request neither runs nor waits"
-    assert sum(sequence.state is State.DECODING for sequence in running) == scheduler.decode.size
+    assert sum(sequence.state is SequenceState.DECODING for sequence in running) == scheduler.decode.size
 
 
 def check_blocks(pool: BlockPool, blocks_of_requests: list[list[int]]) -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from warmroute.app.alerts import Alerts, client_error_alerts
+from warmroute.app.alerts import ActiveAlerts, client_error_alerts
 from warmroute.edge.client_errors import MANY, TRACKED, WINDOW_S, ClientErrors, HeavyHitters
 
 
@@ -47,7 +47,7 @@ def seen(errors: ClientErrors, count: int, source: str = "10.0.0.5", code: str =
 
 def test_a_storm_is_one_alert_with_count_and_source_until_it_is_over() -> None:
     errors = ClientErrors()
-    alerts = Alerts(partial(client_error_alerts, errors))
+    alerts = ActiveAlerts(partial(client_error_alerts, errors))
     seen(errors, MANY - 1)
     assert alerts.update(0.0) == []
     seen(errors, 66_879 - MANY + 1)

@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 from routing_harness import MODEL, RoutingHarness, prompt
 
-from warmroute.app.capture import Capture
+from warmroute.app.capture import TrafficCapture
 from warmroute.app.ended_calls import EndedCalls
-from warmroute.app.prompt_doctor import PromptDoctor
-from warmroute.config import Capture as CaptureConfig
-from warmroute.config import Config, from_table
+from warmroute.app.prompt_doctor import PromptComparison
+from warmroute.config import Capture, Config, from_table
 from warmroute.core.brain import Brain
 from warmroute.core.messages import (
     Arrive,
@@ -61,8 +60,8 @@ class Setting(RoutingHarness):
         config: Config = from_table(tables or LOGGED)
         counters = Counters()
         self.brain = Brain(self.fleet, self.router, self.admission, counters)
-        self.capture = Capture(CaptureConfig(block_size=16), counters, lambda: 0.0)
-        self.doctor = PromptDoctor(lambda _key: 1, lambda _route: True, lambda: self.now_s)
+        self.capture = TrafficCapture(Capture(block_size=16), counters, lambda: 0.0)
+        self.doctor = PromptComparison(lambda _key: 1, lambda _route: True, lambda: self.now_s)
         self.writer = EndedCalls(
             config, self.capture, self.doctor, None, self.router.output_lengths,
             lambda model: self.fleet.group(model) is not None,

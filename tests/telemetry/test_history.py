@@ -5,7 +5,16 @@ from __future__ import annotations
 import pytest
 
 from warmroute._kernel import RouteTraffic
-from warmroute.app.alerts import KEEP_ENDED_S, LASTING_S, MAX_DOWN, MAX_ENDED, MIN_ANSWERS, Alert, Alerts, FleetAlerts
+from warmroute.app.alerts import (
+    KEEP_ENDED_S,
+    LASTING_S,
+    MAX_DOWN,
+    MAX_ENDED,
+    MIN_ANSWERS,
+    ActiveAlerts,
+    Alert,
+    FleetAlerts,
+)
 from warmroute.app.history import COARSE_POINTS, FINE_POINTS, WINDOW_S, History, ScalingChange
 from warmroute.config import Health, Index, NodeConfig
 from warmroute.core.cache_view import CacheView
@@ -24,7 +33,7 @@ class Setting:
         self.traffic, self.counters = Traffic(), Counters()
         self.scaling: ScalingChange | None = None
         self.history = History(self.traffic, self.counters, self.fleet, lambda: 4, lambda: self.scaling)
-        self.alerts = Alerts(FleetAlerts(self.fleet, self.cache_view))
+        self.alerts = ActiveAlerts(FleetAlerts(self.fleet, self.cache_view))
 
     def serve(self, requests: int, cached: int = 60) -> None:
         """Count requests with prompts of 100 tokens."""
@@ -198,14 +207,14 @@ def test_a_source_that_fails_does_not_hide_the_others() -> None:
     def working(_now_s: float) -> list[Alert]:
         return [Alert(id="a", severity="info", title="t", cause="c", what_to_do="w")]
 
-    alerts = Alerts(broken, working)
+    alerts = ActiveAlerts(broken, working)
     alerts.update(1.0)
     assert [alert.id for alert in alerts.current] == ["a"]
 
 
 def test_alerts_that_ended_are_kept_for_an_hour_and_updates_return_what_changed() -> None:
     found: list[Alert] = []
-    alerts = Alerts(lambda _now_s: found)
+    alerts = ActiveAlerts(lambda _now_s: found)
     assert alerts.update(0.0) == []
     found.append(Alert(id="hit_rate_dropped m chat", severity="info", title="t", cause="c", what_to_do="w"))
     [began] = alerts.update(10.0)
@@ -221,7 +230,7 @@ def test_alerts_that_ended_are_kept_for_an_hour_and_updates_return_what_changed(
 
 def test_the_list_of_ended_alerts_has_one_entry_for_each_id_and_a_limit() -> None:
     found: list[Alert] = []
-    alerts = Alerts(lambda _now_s: found)
+    alerts = ActiveAlerts(lambda _now_s: found)
     for number in range(2 * MAX_ENDED):
         found[:] = [
             Alert(id=one, severity="info", title="t", cause="c", what_to_do="w") for one in ("flaps", f"a {number}")
@@ -242,7 +251,7 @@ def test_a_source_that_fails_ends_no_alert() -> None:
             raise RuntimeError("no")
         return [Alert(id="a", severity="info", title="t", cause="c", what_to_do="w")]
 
-    alerts = Alerts(source)
+    alerts = ActiveAlerts(source)
     alerts.update(1.0)
     fails = True
     assert alerts.update(2.0) == []

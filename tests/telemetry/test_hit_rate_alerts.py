@@ -9,10 +9,10 @@ from random import Random
 import pytest
 
 from warmroute._kernel import RouteTraffic
-from warmroute.app.alerts import Alert, Alerts
+from warmroute.app.alerts import ActiveAlerts, Alert
 from warmroute.app.hit_rate import CacheChanges, Causes, HitRateAlerts
 from warmroute.app.metrics.page import HitRateMetrics, MetricsPage
-from warmroute.app.prompt_doctor import PromptDoctor, RouteReport
+from warmroute.app.prompt_doctor import PromptComparison, RouteReport
 from warmroute.app.prompt_doctor.findings import Excerpt, Finding, PromptChange
 from warmroute.config import Health, Index, NodeConfig
 from warmroute.core.cache_view import CacheView
@@ -50,7 +50,7 @@ class Setting:
         changes = CacheChanges(self.fleet, self.cache_view)
         causes = Causes(self.fleet, self.cache_view, changes, lambda _key: self.report)
         self.rates = HitRateAlerts(self.traffic, changes, causes, lambda: self.findings)
-        self.alerts = Alerts(self.rates)
+        self.alerts = ActiveAlerts(self.rates)
         self.now_s = 0.0
         self._random = Random(1)
 
@@ -225,7 +225,7 @@ def test_metrics_state_rate_baseline_and_drop() -> None:
     setting.warm()
     setting.fleet.node("n2").incarnation += 1000.0
     setting.run(60, 0.5, 0.93)
-    doctor = PromptDoctor(lambda _key: 0, lambda _route: True)
+    doctor = PromptComparison(lambda _key: 0, lambda _route: True)
     doctor.reports[KEY] = report(finding())
     page = MetricsPage(
         setting.fleet, setting.cache_view, Counters(), lambda: (0, 0), lambda: (0, 0), lambda: setting.now_s,

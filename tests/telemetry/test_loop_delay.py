@@ -8,8 +8,8 @@ import pytest
 from support.polling import until
 
 from warmroute._kernel import TIME_BOUNDS_MS
-from warmroute.app.metrics import BUILD_INFO
 from warmroute.app.metrics.exposition import PAUSE_LINES, MergedBuckets, MetricLines, Pauses, accepts_gzip
+from warmroute.app.metrics.page import BUILD_INFO
 from warmroute.app.process import WINDOW_S, LoopDelay
 
 

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from warmroute.app.alerts import _ADVICE, Alerts, Rejections
+from warmroute.app.alerts import _ADVICE, ActiveAlerts, Rejections
 from warmroute.config import tables
 from warmroute.config.section import keys_of
 from warmroute.core import rejections
@@ -21,7 +21,7 @@ def reject(counters: Counters, reason: str, count: int, tenant: str = "", priori
 
 def test_rejections_are_an_alert_for_a_minute_with_their_reasons() -> None:
     counters = Counters()
-    alerts = Alerts(Rejections(counters))
+    alerts = ActiveAlerts(Rejections(counters))
     alerts.update(0.0)
     reject(counters, "requests_per_min", 7, "batch", 2)
     alerts.update(2.0)

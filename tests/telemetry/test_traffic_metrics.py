@@ -71,6 +71,25 @@ async def test_the_page_has_tokens_by_route_tenant_and_node() -> None:
         assert found["warmroute_decisions_total", "cheapest", "price"] == 2
 
 
+async def test_counters_begin_at_zero_with_every_common_error() -> None:
+    """Prometheus sees no rate of a counter whose first sample is that of a storm."""
+    async with engines() as [engine], router(engine) as r:
+        found = await scrape(r)
+        errors = {name[1:]: count for name, count in found.items() if name[0] == "warmroute_errors_total"}
+        assert errors == dict.fromkeys(
+            (
+                ("400", "bad_request"), ("400", "http_on_tls_port"), ("400", "malformed_json"),
+                ("400", "tls_on_plain_port"), ("401", "invalid_api_key"), ("401", "invalid_token"),
+                ("404", "model_not_found"), ("404", "not_found"), ("413", "request_too_large"),
+                ("415", "unsupported_content_encoding"), ("415", "unsupported_media_type"),
+            ),
+            0,
+        )  # fmt: skip
+        for name, count in found.items():
+            if name[0].startswith("warmroute_traces_") or name[0].startswith("warmroute_capture_"):
+                assert count == 0, name
+
+
 async def test_tokens_count_under_every_policy_and_for_short_prompts() -> None:
     async with engines() as [engine], router(engine) as r:
         engine.behave = normal(ANSWER)

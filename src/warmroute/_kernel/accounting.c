@@ -381,7 +381,7 @@ static PyObject *as_list(const Py_ssize_t *numbers, Py_ssize_t n) {
 
 static PyObject *node_outcomes(NodeState *node, void *unused) {
     (void)unused;
-    return as_list(node->outcomes, OUTCOMES);
+    return as_list(node->outcomes, MAX_OUTCOMES);
 }
 
 static PyObject *node_ttft_counts(NodeState *node, void *unused) {
@@ -724,7 +724,7 @@ static PyObject *ticket_release(TicketState *t, PyObject *const *args, Py_ssize_
     NodeState *node = node_of(t);
     if (!node || check_count(count, 2) < 0 || as_size(args[0], &outcome) < 0 || as_double(args[1], &now_s) < 0)
         return NULL;
-    if (outcome < 0 || outcome >= OUTCOMES) {
+    if (outcome < 0 || outcome >= MAX_OUTCOMES) {
         PyErr_SetString(PyExc_ValueError, "there is no such outcome");
         return NULL;
     }

@@ -58,7 +58,7 @@ typedef struct {
     /* Tickets whose prefill has not ended, in the order they were opened: a list without references. */
     TicketState *first_prefill, *last_prefill;
     double prefill_ended_s; /* when the first of them last ended */
-    Py_ssize_t outcomes[OUTCOMES], ttft_counts[TTFT_BUCKETS];
+    Py_ssize_t outcomes[MAX_OUTCOMES], ttft_counts[TTFT_BUCKETS];
     /* The part of the figures above that is the peers', and what this process has published of its own (peer_load.c). */
     Py_ssize_t peer_inflight, peer_context_tokens, peer_kv_new;
     double peer_pending_work, published_work;

@@ -2,13 +2,8 @@ from typing import Final
 
 from warmroute._kernel.first_token_order import FirstTokenOrder
 
-# How a ticket ended (fleet.node.Outcome).
+# The outcome of a ticket whose time counts (core.messages.Outcome).
 OUTCOME_OK: Final[int]
-OUTCOME_REJECTED: Final[int]
-OUTCOME_BUSY: Final[int]
-OUTCOME_FAILED: Final[int]
-OUTCOME_BROKEN: Final[int]
-OUTCOME_CANCELLED: Final[int]
 
 TTFT_BOUNDS_MS: Final[tuple[float, ...]]
 """Upper bounds of the buckets of `NodeState.ttft_counts`; the last bucket has none."""

@@ -317,7 +317,7 @@ static int fill_row(Row *row, NodeState *node, PyObject *cache) {
         if (failed)
             return -1;
     }
-    for (int at = 0; at < OUTCOMES; at++)
+    for (int at = 0; at < MAX_OUTCOMES; at++)
         opened += node->outcomes[at];
     node->published_changes = node->changes;
     node->published_work = own_pending_work(node);

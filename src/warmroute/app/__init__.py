@@ -4,7 +4,7 @@
     service.py             one router process: all parts built, connected, started and stopped
     startup.py, reload.py, process.py   checks before the start; a new configuration; memory, signals, systemd
     admin.py, live_page.py              the admin API; the live page's files and feed
-    metrics/, monitoring/  the metrics page; the dashboard and alert rules that are made from its list
+    metrics/, monitoring/  the metrics page; the dashboard and the alert rules, as files
     alerts.py, hit_rate.py, prompt_doctor/   what is wrong now; why caches are not hit
     journal.py, capture.py, tracing.py       what is kept of requests. ended_calls.py hands it out
     doctor/                `warmroute doctor`

@@ -14,7 +14,7 @@ from urllib.parse import parse_qs, unquote
 import msgspec
 
 from warmroute._kernel import RequestHead
-from warmroute.app.capture import Capture
+from warmroute.app.capture import TrafficCapture
 from warmroute.app.journal import describe, describe_decision, describe_last_failure
 from warmroute.app.live_page import PAGE_PATHS, LiveFeed, PageFiles
 from warmroute.app.metrics.exposition import Scrapes
@@ -22,7 +22,6 @@ from warmroute.config import ConfigError, NodeConfig, is_loopback, node_name, pa
 from warmroute.config.clients import canonical_address
 from warmroute.config.file import same_engine
 from warmroute.config.nodes import Role
-from warmroute.config.routing import PRIORITY_NAMES
 from warmroute.core.brain import Brain
 from warmroute.core.cache_view import CacheView
 from warmroute.core.decision import Decision
@@ -48,13 +47,15 @@ from warmroute.event_log import EventLog
 log = EventLog("warmroute.capture")
 
 MAX_STREAMS: Final = 4
+"""Streams of captures at a time. Each holds lines in memory for a client that may be slow."""
 MAX_UNREAD_BYTES: Final = 64 << 20
-"""What the client has not read. Beyond it, the stream lacks requests."""
+"""Bytes that the client may leave unread. Beyond them, the stream leaves out requests."""
 KEEP_ALIVE_S: Final = 1.0
+"""An empty line shows a client that waits that the stream lives, and the router that the client does."""
 
 
 class CaptureStreams:
-    def __init__(self, capture: Capture) -> None:
+    def __init__(self, capture: TrafficCapture) -> None:
         self._capture = capture
         self._open = 0
 
@@ -213,10 +214,7 @@ class Decisions:
         record, query = decision.record(), decision.query
         assert query is not None
         return {
-            "tenant": query.request.tenant,
-            "model": query.request.model,
-            "route": query.request.route,
-            "priority": PRIORITY_NAMES[query.request.priority],
+            **query.request.facts(),
             "explanation": explain_decision(record)
             + ("; the request would wait in the router until the node has room" if would_queue else ""),
             **describe_decision(record),
@@ -231,7 +229,7 @@ class Decisions:
                 400, f"No API key has the tenant {request.tenant[:200]!r}.", code="unknown_tenant", param="tenant"
             )
         try:
-            rights = self._proxy.admit(head)
+            rights = self._proxy.check_head(head)
         except HttpError as error:
             if error.status != 401:
                 raise
@@ -286,8 +284,8 @@ _any: Final = msgspec.json.Decoder()
 _new_role: Final = msgspec.json.Decoder(_NewRole)
 
 
-class Operations(Protocol):
-    """What the admin API asks the service to do."""
+class AdminOperations(Protocol):
+    """What the service does for the admin API."""
 
     def add_node(self, config: NodeConfig) -> Node: ...
     def remove_node(self, name: str) -> Node: ...
@@ -322,7 +320,7 @@ class AdminApi:
         decisions: Decisions,
         live: LiveFeed,
         captures: CaptureStreams,
-        operations: Operations,
+        operations: AdminOperations,
         token_sha256: str,
     ) -> None:
         self._fleet = fleet
@@ -335,7 +333,7 @@ class AdminApi:
         self._operations = operations
         self._token = bytes.fromhex(token_sha256)
 
-    def admit(self, head: RequestHead) -> None:
+    def check_head(self, head: RequestHead) -> None:
         """Check the token. Raises HttpError."""
         check_token(head, self._token)
 

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from warmroute.app.alerts import SEVERITIES
-from warmroute.config import Alerts as AlertsConfig
+from warmroute.config import Alerts
 from warmroute.event_log import EventLog, where_it_failed
 from warmroute.http_client import request
 
@@ -31,15 +31,18 @@ MAX_QUEUED: Final = 64
 MAX_SENT: Final = 16
 """Changes in one POST."""
 TIMEOUT_S: Final = 5.0
-"""Of one POST, in all."""
+"""Time of one POST, from the connection to the response."""
 PAUSES_S: Final = (1.0, 4.0, 15.0)
-"""Before each further attempt."""
+"""Pauses before the second, third and fourth attempt."""
 BETWEEN_S: Final = 1.0
 """Time after a POST before the next one: an alert that comes and goes sends no more."""
 CLOSE_TIMEOUT_S: Final = 2.0
+"""How long the end of the process waits for the last alerts."""
 CLOSE_CHECK_S: Final = 0.02
 RESPONSE_BYTES: Final = 65_536
+"""Nothing in a receiver's response matters but its status."""
 MAX_TEXT: Final = 3000
+"""Chat services cut longer messages."""
 
 OUTCOMES: Final = ("sent", "failed", "dropped")
 
@@ -47,7 +50,7 @@ Json = dict[str, Any]
 
 
 class AlertWebhook:
-    def __init__(self, config: AlertsConfig, secret: str) -> None:
+    def __init__(self, config: Alerts, secret: str) -> None:
         """`secret`: the value of the header; empty: the header is not sent."""
         self._url = config.webhook_url
         self._host = urlsplit(config.webhook_url).hostname or ""
@@ -134,7 +137,7 @@ class AlertWebhook:
         return f"HTTP status {status}", status >= 500 or status in (408, 425, 429)
 
 
-def create_webhook(config: AlertsConfig) -> AlertWebhook | None:
+def create_webhook(config: Alerts) -> AlertWebhook | None:
     """Return None if no URL is configured."""
     if not config.webhook_url:
         return None

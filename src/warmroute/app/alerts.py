@@ -30,7 +30,9 @@ Severity = Literal["critical", "warning", "info"]
 SEVERITIES: Final[tuple[Severity, ...]] = ("critical", "warning", "info")
 """The most severe first."""
 KEEP_ENDED_S: Final = 3600.0
+"""Who looks at the page after an incident still sees what it was."""
 MAX_ENDED: Final = 64
+"""A fleet that flaps ends thousands of alerts within the hour."""
 
 
 class Alert(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,9 +52,9 @@ class Alert(msgspec.Struct, frozen=True, kw_only=True):
     after_s: float = 0.0
     """For how long the problem must last before it is shown."""
     since_s: float = 0.0
-    """Set by `Alerts`, on the router's clock."""
+    """Set by `ActiveAlerts`, on the router's clock."""
     ended_s: float = 0.0
-    """Set by `Alerts`, on the router's clock; 0 while the alert is active."""
+    """Set by `ActiveAlerts`, on the router's clock; 0 while the alert is active."""
 
     @property
     def name(self) -> str:
@@ -63,7 +65,7 @@ AlertSource = Callable[[float], Iterable[Alert]]
 """Takes the current time."""
 
 
-class Alerts:
+class ActiveAlerts:
     def __init__(self, *sources: AlertSource) -> None:
         self.sources = list(sources)
         self.current: tuple[Alert, ...] = ()
@@ -150,11 +152,15 @@ MIN_LONG_PREFILLS: Final = 5
 """Long prompts from which a node's speed with these is compared. It is the better measure: the time of a short prefill
 is mostly that of one step."""
 MIN_PEERS: Final = 3
+"""A median of fewer nodes is one of them."""
 FULL_KV: Final = 0.95
+"""A KV memory above this fraction for LASTING_S is an alert."""
 LASTING_S: Final = 30.0
+"""A peak of load is no problem: what lasts is."""
 FIRST_CHECK_S: Final = 10.0
 """How long nodes may stay unchecked after the start before it is an alert that none can serve."""
 SHOWN_NAMES: Final = 4
+"""Names that a sentence lists. The rest is a number."""
 MAX_DOWN: Final = 16
 """Nodes that are down and have an alert each. Further ones share one, so that the list stays readable."""
 
@@ -330,7 +336,7 @@ _ADVICE: Final = {
     "tokens_per_min": "The tenant sends more than its limit keys.tokens_per_min. Raise tokens_per_min in [[keys]] if "
     "it may.",
 }
-"""By the reasons of core/rejections.py."""
+"""What to do about each reason of core/rejections.py."""
 _DEFAULT_ADVICE: Final = "Add nodes, or let clients send fewer requests."
 _WANTED: Final = frozenset({"requests_per_min", "tokens_per_min", "would_queue"})
 """Rejections that the operator or the client asked for: they are no warnings."""

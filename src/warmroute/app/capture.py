@@ -19,10 +19,10 @@ import msgspec
 from warmroute._kernel import TOKEN_BYTES, capture_ids
 from warmroute.app.log import append_all, size_of
 from warmroute.blocking import run_in_thread
-from warmroute.config import Capture as CaptureConfig
+from warmroute.config import Capture
 from warmroute.config.routing import PRIORITY_NAMES
 from warmroute.core.calls import Call
-from warmroute.core.messages import Outcome, RoutingRequest, Usage
+from warmroute.core.messages import MEANINGS, RoutingRequest, Usage
 from warmroute.core.trace_row import CaptureOutcome, TraceRow
 from warmroute.core.traffic import Counters
 from warmroute.edge.arrival import Kept, lookup_of
@@ -38,14 +38,14 @@ from warmroute.scaling.recent_traffic import BLOCK_TOKENS, RecentTraffic
 MAX_PROMPTS: Final = 65_536
 """Prompts that are remembered, the latest ones."""
 MAX_TAILS: Final = 8
-"""Of prompts that differ only after their last full block, this many are remembered."""
+"""How many prompts that differ only after their last full block are remembered."""
 
 
 class Conversations:
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._tails: dict[int, list[bytes]] = {}
-        """By the id of a prompt's last full block: the tokens after it."""
+        """The tokens after a prompt's last full block, by the id of that block."""
 
     def follows(self, tokens: bytes, ids: list[int], is_text: bool) -> int:
         """Return the length in tokens of the longest earlier prompt that this one begins with and exceeds; 0 if there
@@ -88,7 +88,9 @@ class Conversations:
 # text or name is in a capture, or compare two captures.
 
 NAME_BYTES = 6
+"""48 bits: among MAX_NAMES names, two are equal in one of 30 million captures."""
 MAX_NAMES = 4096
+"""Names that are remembered with their hash. Others are hashed again."""
 
 
 class Pseudonyms:
@@ -116,7 +118,7 @@ class Pseudonyms:
 # One capture: turns finished requests into the lines of a trace. A thread calls it.
 
 BYTES_PER_TOKEN: Final = 4
-"""Of a prompt that was not read. English text has about as many."""
+"""Bytes that count as a token in a prompt that was not read. English text has about as many."""
 MAX_NAME: Final = 200
 """Characters of a model's name in a line: a client may invent any name."""
 
@@ -132,7 +134,7 @@ class CapturedCall(msgspec.Struct, gc=False, eq=False):
     outcome: CaptureOutcome
     ended_s: float
     output_tokens: float
-    """As the node reported them, or an estimate."""
+    """Output tokens as the node reported them, or an estimate."""
     output_estimated: bool
     reported: Usage = (None, None, None)
     predicted: int | None = None
@@ -140,7 +142,7 @@ class CapturedCall(msgspec.Struct, gc=False, eq=False):
     attempts: int = 1
     first_token_s: float = 0.0
     answer_tokens: int = 0
-    """Of a mirrored request: the estimated tokens of the last answer that its prompt contains."""
+    """Estimated tokens of the last answer that a mirrored request's prompt contains."""
 
 
 class CaptureRun:
@@ -285,6 +287,7 @@ def capture_files(directory: Path) -> list[Path]:
 # waits.
 
 WRITE_INTERVAL_S: Final = 0.25
+"""A crash loses this much. Shorter intervals write smaller pieces, which compress worse."""
 MAX_PENDING: Final = 8192
 """Requests that may wait for the thread."""
 MAX_PENDING_BYTES: Final = 128 << 20
@@ -292,13 +295,7 @@ MAX_PENDING_BYTES: Final = 128 << 20
 WRITE_REQUESTS: Final = 128
 """Requests that are written at once."""
 CLOSE_TIMEOUT_S: Final = 2.0
-
-_OUTCOMES: Final[dict[Outcome, CaptureOutcome]] = {
-    Outcome.OK: "ok", Outcome.CANCELLED: "cancelled", Outcome.BROKEN: "broken", Outcome.FAILED: "failed",
-    Outcome.BUSY: "failed",
-}  # fmt: skip
-"""A request that a node rejected (4xx) is not in a capture: the node did not prefill it. Neither is one that the router
-rejected for a mistake of the client: no fleet would have served it, and its model may be what a user typed."""
+"""How long the end of a capture waits for a disk that hangs."""
 
 
 class Sink(Protocol):
@@ -323,8 +320,8 @@ class _Target:
         self.written = self.written_bytes = self.dropped = 0
 
 
-class Capture:
-    def __init__(self, config: CaptureConfig, counters: Counters, now: Callable[[], float] = time.monotonic) -> None:
+class TrafficCapture:
+    def __init__(self, config: Capture, counters: Counters, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
         self._counters = counters
         self._pending: list[CapturedCall] = []
@@ -335,10 +332,10 @@ class Capture:
         self._write_lock = threading.Lock()
         self.on = False
         """Whether anything is captured."""
-        self.config = CaptureConfig()
+        self.config = Capture()
         self.reconfigure(config)
 
-    def reconfigure(self, config: CaptureConfig) -> None:
+    def reconfigure(self, config: Capture) -> None:
         """A changed configuration ends the capture to files and begins another one, with a new key."""
         before, self.config = self.config, config
         if config == before:
@@ -370,10 +367,11 @@ class Capture:
     def call_ended(self, call: Call, expected_output: float) -> None:
         """Add a call that was to be captured from its arrival on. `expected_output`: tokens, if none are reported."""
         outcome, request, history = call.outcome, call.request, call.history
-        name: CaptureOutcome | None
         if outcome is not None and (call.left is None or call.status < 500):
-            name = _OUTCOMES.get(outcome)
+            name = MEANINGS[outcome].captured
         else:  # no node got it, or the router itself ended it with an error
+            # A mistake of the client is not in a capture: no fleet would have served it, and its model may be what a
+            # user typed.
             name = None if 400 <= call.status < 500 and call.status != 429 else "not_admitted"
         if name is None:
             return
@@ -498,7 +496,7 @@ def _log_failure(path: Path, error: Exception) -> None:
 # Lets the capture record the recent traffic for scaling by replay.
 
 
-def record_recent_traffic(capture: Capture, traffic: RecentTraffic | None) -> None:
+def record_recent_traffic(capture: TrafficCapture, traffic: RecentTraffic | None) -> None:
     """`traffic`: None if the autoscaler goes by thresholds only."""
     if traffic is not None:
         capture.start(traffic, CaptureRun(BLOCK_TOKENS, traffic.started_s), internal=True)

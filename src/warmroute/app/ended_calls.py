@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Final
 
-from warmroute.app.capture import Capture
-from warmroute.app.prompt_doctor import PromptDoctor
+from warmroute.app.capture import TrafficCapture
+from warmroute.app.prompt_doctor import PromptComparison
 from warmroute.app.tracing import TraceExporter, trace_of_call, trace_of_request
 from warmroute.config import Config
 from warmroute.core.calls import Call
-from warmroute.core.messages import Left, Outcome, RoutingRequest
+from warmroute.core.messages import MEANINGS, Left, Outcome, RoutingRequest
 from warmroute.core.output_length import OutputLengthEstimate
 from warmroute.edge.arrival import FORWARDED, Kept
 from warmroute.edge.trace_context import EndedEarly
@@ -25,19 +24,13 @@ from warmroute.prompt.request_body import has_prompt
 
 log = EventLog("warmroute.requests")
 
-_ENDINGS: Final[dict[Outcome, str]] = {
-    Outcome.OK: "complete", Outcome.REJECTED: "complete", Outcome.BROKEN: "broken", Outcome.FAILED: "failed",
-    Outcome.BUSY: "failed", Outcome.CANCELLED: "failed",
-}  # fmt: skip
-"""How the log names the end of a request whose client got a response, or a part of one."""
-
 
 class EndedCalls:
     def __init__(
         self,
         config: Config,
-        capture: Capture,
-        prompt_doctor: PromptDoctor,
+        capture: TrafficCapture,
+        prompt_doctor: PromptComparison,
         exporter: TraceExporter | None,
         output_lengths: OutputLengthEstimate,
         is_served: Callable[[str], bool],
@@ -151,7 +144,7 @@ def _ending(call: Call) -> str:
         return "late"
     if call.left is not None or call.code or call.outcome is None:
         return ""
-    return _ENDINGS[call.outcome]
+    return MEANINGS[call.outcome].logged
 
 
 def _log_failure(error: Exception) -> None:

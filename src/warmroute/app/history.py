@@ -18,8 +18,10 @@ from warmroute.edge.client_errors import is_client_error
 
 FINE_S: Final = 1.0
 FINE_POINTS: Final = 120
+"""Two minutes with a point each second."""
 COARSE_S: Final = 10.0
 COARSE_POINTS: Final = 360
+"""An hour with a point each ten seconds."""
 WINDOW_S: Final = 300.0
 """The time for which the page shows sums: requests, tokens and rejections of the last five minutes."""
 MAX_SCALING_CHANGES: Final = 20
@@ -32,14 +34,14 @@ class Point(NamedTuple):
     requests_per_s: float
     hit_ratio: float | None
     round_robin_hit_ratio: float | None
-    """An estimate."""
+    """Estimated hit rate of round robin."""
     ttft_p50_ms: float | None
     ttft_p90_ms: float | None
     duration_p50_ms: float | None
-    """From arrival to the end of the response, streamed or not."""
+    """Median time from arrival to the end of the response, streamed or not."""
     duration_p90_ms: float | None
     token_p50_ms: float | None
-    """Between two output tokens of a streamed response."""
+    """Median time between two output tokens of a streamed response."""
     token_p90_ms: float | None
     saved_gpus: float
     """GPU seconds of prefill saved per second, compared with a cold fleet."""
@@ -291,4 +293,4 @@ class Window(NamedTuple):
     routes: Mapping[RouteKey, Sums]
     tenants: Mapping[str, TenantSums]
     rejected: Mapping[RejectionKey, int]
-    """By tenant, priority and reason."""
+    """Rejected requests by tenant, priority and reason."""

@@ -43,29 +43,39 @@ from warmroute.event_log import EventLog
 
 CHECK_S: Final = 5.0
 WINDOWS_S: Final = (30.0, 60.0, 150.0, 300.0)
+"""The shortest window with enough prompts counts: a busy route is judged after half a minute, a quiet one after
+five."""
 WINDOW_S: Final = WINDOWS_S[0]
 MAX_WINDOW_S: Final = WINDOWS_S[-1]
 MIN_PROMPTS: Final = 30
+"""Of fewer prompts a rate says too little."""
 DELAY_S: Final = 60.0
 """The baseline lags at least this far behind, and until 2 · MIN_PROMPTS prompts have come since, but never more than
 MAX_WINDOW_S."""
 DECAY_S: Final = 1800.0
 """A prompt this long ago counts 1/e: seven eighths of the baseline are from the last hour."""
 MIN_AGE_S: Final = 120.0
+"""A route has no usual rate before it had prompts for this long."""
 MIN_BASE_PROMPTS: Final = 150.0
+"""A baseline of fewer (decayed) prompts is chance."""
 MIN_DROP: Final = 0.12
+"""Smaller drops, as fractions of the prompt tokens, are within what traffic does by itself."""
 MIN_RELATIVE_DROP: Final = 0.2
+"""A drop also has to be this fraction of the usual rate: above 60 %, that is more than MIN_DROP."""
 SIGMAS: Final = 5.0
+"""A drop has to exceed this many deviations between windows: each route is checked 17,000 times a day."""
 DEVIATION_DECAY_S: Final = 14_400.0
 """How long the router remembers how much windows differ."""
 RECOVERED_WEIGHT: Final = 5.0
 """A window of a drop that ended by itself counts as this many in the deviation between windows."""
 PRIOR_WINDOWS: Final = 4.0
+"""Weight of the deviation that is assumed at first, in windows."""
 PRIOR_DEVIATION: Final = 0.04
-"""Deviation between windows that is assumed at first. It weighs as much as PRIOR_WINDOWS."""
+"""Deviation between windows that is assumed at first."""
 RECOVERED: Final = 0.5
 """A drop has ended when less than this fraction of the least drop is left."""
 ADAPT_S: Final = 3600.0
+"""After an hour of prompts a drop is no incident any more, but how the traffic is."""
 
 End = Literal["recovered", "adapted"]
 
@@ -160,7 +170,8 @@ class Baseline:
 
     @property
     def variance(self) -> float:
-        """Of single prompts. A little is assumed in any case: all prompts may have been alike by chance."""
+        """Return the variance of single prompts. A little is assumed in any case: all prompts may have been alike by
+        chance."""
         return max(0.01, self.squares / self.prompts - self.mean**2) if self.prompts else 0.25
 
     def deviation(self, prompts: int) -> float:
@@ -202,7 +213,7 @@ class HitRate:
         self.window: Totals | None = None
         """The current window; None with too little traffic."""
         self.hit_ratio: float | None = None
-        """Of the last window with enough prompts; None before the first."""
+        """Hit ratio of the last window with enough prompts; None before the first."""
         self.drop: Drop | None = None
         self.ended: End | None = None
         """Why the last drop ended, at the check at which it did."""
@@ -325,6 +336,7 @@ class HitRate:
 # that no other code has to report anything.
 
 MAX_CHANGES: Final = 256
+"""Bounds memory: a fleet that restarts as a whole makes one change for each node."""
 SMALLER: Final = 0.9
 """A cache of less than this fraction of its former size counts as smaller."""
 _LOST_STATES: Final = (HealthState.DOWN, HealthState.EJECTED)
@@ -424,6 +436,7 @@ BEFORE_S: Final = 90.0
 RESTART_S: Final = 300.0
 """A restart explains a drop for this long. A cache that is not warm by then is too small."""
 MIN_SAMPLED_BLOCKS: Final = 20
+"""A share of fewer sampled blocks says too little."""
 REPRESENTATIVE: Final = 0.7
 """The known blocks say something about a route if their share was at least this fraction of its hit rate."""
 MIN_SHARE: Final = 0.3
@@ -432,6 +445,7 @@ FULL: Final = 0.05
 """A cache with fewer free blocks than this fraction is full."""
 KEPT_FOREVER_S: Final = 1e6
 SHOWN_NODES: Final = 4
+"""Nodes that a sentence names. The rest is a number."""
 
 
 class Cause(NamedTuple):
@@ -645,9 +659,9 @@ class HitRateAlerts:
         self._causes = causes
         self._findings = findings
         self.rates: dict[RouteKey, HitRate] = {}
-        """By model and route."""
+        """The hit rate of each model and route."""
         self.causes: dict[RouteKey, Cause] = {}
-        """Of the drops that last."""
+        """The likely cause of each drop that lasts."""
         self.drops: Counter[tuple[str, str, CauseKind]] = Counter()
         """Drops that were logged, by model, route and cause."""
         self.lost_s: defaultdict[RouteKey, float] = defaultdict(float)

@@ -21,7 +21,6 @@ import msgspec
 
 from warmroute.app.log import append_all, size_of
 from warmroute.blocking import run_in_thread
-from warmroute.config.routing import PRIORITY_NAMES
 from warmroute.core.decision_record import TERMS, DecisionRecord, explain_decision
 from warmroute.core.failed_tries import FailedTry
 from warmroute.core.last_decisions import MAX_CANDIDATES, LastDecisions
@@ -36,9 +35,11 @@ if TYPE_CHECKING:
 log = EventLog("warmroute.journal")
 
 WRITE_INTERVAL_S: Final = 0.25
+"""A crash loses this much of the journal."""
 BATCH_ENTRIES: Final = 256
 """Decisions that are written at once. More would keep the interpreter lock for too long."""
 CLOSE_TIMEOUT_S: Final = 2.0
+"""How long the end of the process waits for a disk that hangs."""
 
 
 # The file.
@@ -129,10 +130,7 @@ def describe(call: Call, wall_s: float) -> dict[str, Any]:
     return {
         "request_id": call.request_id.decode("ascii", "replace"),
         "time": format_utc(wall_s + request.arrived_s),
-        "tenant": request.tenant,
-        "model": request.model,
-        "route": request.route,
-        "priority": PRIORITY_NAMES[request.priority],
+        **request.facts(),
         "explanation": explain_decision(
             record, queued_ms=call.queued_ms, tried=tried, last=last, failed=failed, poison=call.poison
         ),

@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from warmroute import __version__, build
-from warmroute.app.alerts import Alerts, describe_alert
+from warmroute.app.alerts import ActiveAlerts, describe_alert
 from warmroute.app.history import COARSE_S, FINE_S, History, Point, Sums, Window, sums_of
 from warmroute.app.journal import describe, describe_failed, describe_last_failure
 from warmroute.config.routing import PRIORITY_NAMES
@@ -24,7 +24,7 @@ from warmroute.core.fleet import Fleet
 from warmroute.core.health import HealthState
 from warmroute.core.hot_prefixes import PopularPrefix
 from warmroute.core.last_decisions import LastDecisions
-from warmroute.core.messages import Outcome
+from warmroute.core.messages import FAILURES, Outcome
 from warmroute.core.node import Node
 from warmroute.core.node_cache import NodeCache
 from warmroute.core.queue import AdmissionQueue
@@ -42,11 +42,11 @@ from warmroute.event_log import EventLog
 MAX_HOLDERS: Final = 8
 """Nodes that are named for each popular prefix."""
 MAX_FAILED_REQUESTS: Final = 20
+"""The page shows the last ones."""
 MAX_TENANTS: Final = 50
 MIN_PREFIX_SHARE: Final = 0.1
 """Prefixes with less than this fraction of the most popular one's prompts are left out: single conversations."""
 SHOWN_ENDED_ALERTS: Final = 8
-FAILURES: Final = (Outcome.FAILED, Outcome.BROKEN, Outcome.BUSY)
 
 Section = dict[str, Any] | list[Any] | None
 
@@ -64,7 +64,7 @@ class LiveSnapshot:
         queue: AdmissionQueue,
         traffic: Traffic,
         history: History,
-        alerts: Alerts,
+        alerts: ActiveAlerts,
         client_errors: ClientErrors,
         decisions: LastDecisions,
         describe_policy: Callable[[], str],
@@ -312,6 +312,7 @@ def _round(value: float | None, digits: int = 4) -> float | None:
 log = EventLog("warmroute.console")
 
 MAX_VIEWERS: Final = 16
+"""One rendered update serves all viewers; each costs a connection and what it has not read."""
 MAX_UNREAD_BYTES: Final = 1_048_576
 """What a viewer may leave unread before it is disconnected."""
 HEADERS: Final = (("Cache-Control", "no-store"), ("X-Accel-Buffering", "no"))
@@ -373,6 +374,7 @@ INTERVAL_S: Final = 1.0
 DECISIONS_PER_UPDATE: Final = 2
 """Describing one takes 0.15 ms in a fleet of 64 nodes: more than anything else in an update."""
 FIRST_DECISIONS: Final = 12
+"""A new viewer sees these at once, instead of an empty list for seconds."""
 
 
 class LiveFeed:

@@ -19,9 +19,8 @@ from typing import Final
 import msgspec
 
 from warmroute._kernel import MAX_LOOP_BYTES, Outline, RequestHead
-from warmroute.app.capture import Capture, CapturedCall, Sink
-from warmroute.config import Capture as CaptureConfig
-from warmroute.config import Config
+from warmroute.app.capture import CapturedCall, Sink, TrafficCapture
+from warmroute.config import Capture, Config
 from warmroute.core.messages import Tables
 from warmroute.core.output_length import OutputLengthEstimate
 from warmroute.core.traffic import Counters
@@ -69,7 +68,7 @@ class Mirror:
         self._listener = Listener(self, config.limits, self._timers)
         self._reading: set[asyncio.Task[None]] = set()
         self._server: Server | None = None
-        self.capture = Capture(CaptureConfig(block_size=config.capture.block_size), self.counters, self._now)
+        self.capture = TrafficCapture(Capture(block_size=config.capture.block_size), self.counters, self._now)
         self._tasks: list[asyncio.Task[None]] = []
         self.received = 0
         """Requests with a body."""
@@ -103,7 +102,7 @@ class Mirror:
 
     # listener.Handler
 
-    def admit(self, head: RequestHead) -> Rights:
+    def check_head(self, head: RequestHead) -> Rights:
         return NO_RIGHTS  # the key is checked when the request is read
 
     def serve(self, client: ClientConnection, head: RequestHead, body: bytes) -> None:

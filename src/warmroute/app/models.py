@@ -12,7 +12,7 @@ from warmroute.core.fleet import Fleet
 from warmroute.core.health import HealthState
 from warmroute.core.node import Node
 from warmroute.core.traffic import PROMPT_READINGS, Counters
-from warmroute.engines import Post
+from warmroute.engines import Post, engine_of
 from warmroute.event_log import EventLog, where_it_failed
 from warmroute.prompt.node_tokenizer import Agreement, NodeDidNotAnswer, Tokenize, compare_tokens, tokenize_request
 from warmroute.prompt.prompt_tokenizer import PromptTokenizer
@@ -27,9 +27,6 @@ INTERVAL_S: Final = 1.0
 RETRY_S: Final = 30.0
 """How long after a failed comparison it is repeated."""
 TIMEOUT_S: Final = 5.0
-CHAT_ENGINES: Final = ("vllm",)
-"""Engines whose /tokenize takes chats. That of SGLang takes text only; TensorRT-LLM has none."""
-TEXT_ENGINES: Final = ("sglang",)
 
 
 def node_tokenize(node: Node, post: Post) -> Tokenize:
@@ -72,7 +69,7 @@ class ModelWatch:
         self._now = now
         self._warned: set[str] = set()
         self._compared: dict[tuple[str, str], tuple[PromptTokenizer, float, Agreement]] = {}
-        """By node and model: the tokenizer, the engine's start, and the result."""
+        """What was compared, by node and model: the tokenizer, the engine's start, and the result."""
         self._retry_at_s: dict[tuple[str, str], float] = {}
 
     def agreement(self, node: str, model: str) -> Agreement | None:
@@ -122,7 +119,7 @@ class ModelWatch:
             del self._compared[key]
         self._retry_at_s = {key: at_s for key, at_s in self._retry_at_s.items() if key[0] in names}
         for node in nodes:
-            if node.health.state is HealthState.UP and node.engine in (*CHAT_ENGINES, *TEXT_ENGINES):
+            if node.health.state is HealthState.UP and engine_of(node.engine).tokenizes:
                 for model in _base_models(node):
                     await self._compare(node, model)
 
@@ -136,7 +133,7 @@ class ModelWatch:
         incarnation = node.incarnation
         try:
             ask = node_tokenize(node, self._post)
-            found = await compare_tokens(model, tokenizer, ask, node.engine in CHAT_ENGINES)
+            found = await compare_tokens(model, tokenizer, ask, engine_of(node.engine).tokenizes == "chats")
         except NodeDidNotAnswer:
             self._retry_at_s[key] = self._now() + RETRY_S
             return

@@ -37,8 +37,10 @@ from warmroute.event_log import EventLog
 log = EventLog("warmroute.service")
 
 FORMAT: Final = 1
+"""A router that finds another format leaves the file alone."""
 FILE: Final = "node-changes.json"
 MAX_FILE_BYTES: Final = 32 << 20
+"""A larger file is none of ours."""
 LOAD_S: Final = 5.0
 """How long the start waits for the state. The router starts without it, and applies it when it arrives."""
 WRITE_S: Final = 15.0
@@ -48,6 +50,7 @@ LOCK_S: Final = 0.5
 KEPT_S: Final = 0.8
 """How long the admin API waits until a change is kept. It answers within a second."""
 FIRST_RETRY_S: Final = 1.0
+"""First pause after a failed write. It doubles up to MAX_RETRY_S."""
 MAX_RETRY_S: Final = 60.0
 
 Changes = Mapping[str, NodeChange]

@@ -20,7 +20,7 @@ from typing import Any, Final
 
 from warmroute._kernel import Histogram, exit_after_signal, set_exit_deadline
 from warmroute.app.alert_webhook import AlertWebhook
-from warmroute.app.alerts import Alerts, describe_alert
+from warmroute.app.alerts import ActiveAlerts, describe_alert
 from warmroute.app.history import FINE_S, History
 from warmroute.config import ConfigError, Shutdown
 from warmroute.core.cache_view import CacheView
@@ -72,6 +72,7 @@ def leave() -> None:
 # Without systemd, the environment variables are missing and nothing happens. docs/guides/systemd.md describes the unit.
 
 FIRST_FD: Final = 3
+"""systemd passes its sockets from this file descriptor on (sd_listen_fds)."""
 ADMIN_SOCKET: Final = "admin"
 """FileDescriptorName of the admin listener's socket. The other socket is that for clients."""
 
@@ -146,26 +147,31 @@ class Systemd:
 # Work that the router does every few milliseconds, apart from requests, and the log of what fails there.
 
 TICK_S = 0.05
+"""The core looks at deadlines and the queue at least this often."""
 MIN_TICK_S = 0.005
+"""The core may ask for its next turn at once: no more often than this."""
 WRITE_CALLS_S = 0.05
+"""Captures, traces and the request log read ended calls this much later, so that a request does not wait for them."""
 FAILED_TRIES_S = 0.2
-"""By then the rest of an error's body has arrived."""
+"""Delay of the log line about a failed try. By then the rest of the error's body has arrived."""
 CLEAN_UP_S = 0.25
 ALERTS_S = 2.0
 COLLECT_S = 60.0
+"""Shortest time between two full garbage collections."""
 MAX_COLLECT_SHARE = 0.0002
-"""Of the time: with a thousand nodes, a collection takes some 70 ms, and the next one comes after six minutes."""
+"""Share of the time that full garbage collections may take: with a thousand nodes, one takes some 70 ms, and the next
+one comes after six minutes."""
 
 
 def log_loop_error(_loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """An exception that nothing caught. Its message may contain a user's text."""
+    """Log an exception that nothing caught, without its message, which may contain a user's text."""
     error = context.get("exception")
     reason = where_it_failed(error) if isinstance(error, BaseException) else str(context.get("message", ""))
     log.error("event_loop_error", "The router continues.", reason=reason)
 
 
 def log_unraisable(failed: sys.UnraisableHookArgs) -> None:
-    """An exception in a callback of the kernel, which closes the connection that it came from."""
+    """Log an exception in a callback of the kernel, which closes the connection that it came from."""
     if failed.exc_value is not None:
         log.error("event_loop_error", "The router continues.", reason=where_it_failed(failed.exc_value))
 
@@ -239,7 +245,7 @@ async def run_clean_up(cache_view: CacheView, tokenizer_registry: TokenizerRegis
             log.exception("clean_up_failed", "The router tries again.")
 
 
-async def run_history(history: History, alerts: Alerts, webhook: AlertWebhook | None) -> None:
+async def run_history(history: History, alerts: ActiveAlerts, webhook: AlertWebhook | None) -> None:
     """Keep the history of the live page, look for problems, and tell the operator's webhook of them."""
     next_alerts_s = 0.0
     while True:

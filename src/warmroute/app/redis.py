@@ -19,7 +19,7 @@ from warmroute.event_log import EventLog
 Client = Any
 """A redis.asyncio.Redis. Its types differ between versions."""
 TIMEOUT_S: Final = 1.0
-"""For a connection, and for each reply."""
+"""Time for a connection, and for each reply."""
 
 
 def import_redis() -> None:
@@ -123,10 +123,11 @@ log = EventLog("warmroute.cluster")
 RENEWALS: Final = 5.0
 """How often a holder renews within one lease."""
 HOLDS: Final = 0.8
+"""The part of a lease for which its holder leads."""
 EXPIRES: Final = 0.9
-"""The parts of a lease for which its holder leads, and after which the server lets another one in: that one leads
-before the whole lease is over."""
+"""The part of a lease after which the server lets another one in: that one leads before the whole lease is over."""
 STATE_TTL_S: Final = 7 * 86_400
+"""A router that was gone for a week starts anew."""
 MAX_STATE_BYTES: Final = 4 << 20
 
 _TAKE: Final = """

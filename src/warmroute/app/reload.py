@@ -42,7 +42,7 @@ class ConfigReload:
         self._last: dict[str, Any] | None = None
         """The last reload, for the live page."""
         self._kept = "configuration"
-        """Of what the previous version stays if the last reload failed."""
+        """What keeps its previous version if the last reload failed."""
 
     def reload(self, reason: str = "admin API") -> str | None:
         """Apply a changed configuration and changed certificates. Running requests continue. Return the error if they
@@ -211,7 +211,7 @@ class Certificates:
         self._cert, self._key = listen.tls_cert, listen.tls_key
         self.listener_tls: ssl.SSLContext | None = None
         self._digests: dict[Path, bytes] = {}
-        """Of the files that are in use: a reload names those that have changed."""
+        """Digests of the files that are in use. A reload names the files that have changed."""
 
     def load(self) -> ssl.SSLContext | None:
         """Return the listener's TLS context; None without TLS. Raises ConfigError."""

@@ -16,9 +16,9 @@ from typing import Any, Final, Protocol
 
 from warmroute.app.admin import AdminApi, CaptureStreams, Decisions
 from warmroute.app.alert_webhook import create_webhook
-from warmroute.app.alerts import Alerts, FleetAlerts, Rejections, client_error_alerts, discovery_alerts
+from warmroute.app.alerts import ActiveAlerts, FleetAlerts, Rejections, client_error_alerts, discovery_alerts
 from warmroute.app.brain_server import BrainServer, LearnedFile
-from warmroute.app.capture import Capture, record_recent_traffic
+from warmroute.app.capture import TrafficCapture, record_recent_traffic
 from warmroute.app.ended_calls import EndedCalls
 from warmroute.app.history import History, ScalingChange
 from warmroute.app.hit_rate import CacheChanges, Causes, HitRateAlerts
@@ -53,7 +53,7 @@ from warmroute.app.process import (
     run_history,
 )
 from warmroute.app.process_seat import Seat
-from warmroute.app.prompt_doctor import PromptDoctor
+from warmroute.app.prompt_doctor import PromptComparison
 from warmroute.app.reload import Certificates, ConfigReload, watch_files
 from warmroute.app.replicas.cluster_alerts import cluster_alerts
 from warmroute.app.replicas.cluster_member import ClusterMember
@@ -63,7 +63,7 @@ from warmroute.app.startup import hold_until_started, log_started, url_host
 from warmroute.app.tracing import create_tracing
 from warmroute.config import Config, ConfigError, Health, Limits, NodeConfig
 from warmroute.config.nodes import Role
-from warmroute.core.admission import Admission
+from warmroute.core.admission import Admitter
 from warmroute.core.brain import Brain
 from warmroute.core.cache_view import CacheView
 from warmroute.core.cluster.shared_nodes import SharedNodes
@@ -170,7 +170,7 @@ async def cut_off(clients: Clients) -> None:
 log = EventLog("warmroute.service")
 
 
-class NodeSet:
+class ServiceNodes:
     def __init__(self, service: Service) -> None:
         self._service = service
 
@@ -312,7 +312,7 @@ class Service:
             is_served=self._is_served,
         )  # fmt: skip
         self.router = Router(self.fleet, self.cache_view, config.routing, config.price, config.routes)
-        self.admission = Admission(self.router, config.admission, config.routes)
+        self.admission = Admitter(self.router, config.admission, config.routes)
         self.rate_limits = RateLimits(config.keys, now())
         self.traffic = Traffic()
         self.last_decisions = LastDecisions(config.journal, self.counters)
@@ -327,11 +327,11 @@ class Service:
         self.timers = TimerWheel(now)
         self.plain_sockets = PlainSockets()
         self.pools = ConnectionPools(config.upstream, self.timers, self.plain_sockets)
-        self.capture = Capture(config.capture, self.counters, now)
+        self.capture = TrafficCapture(config.capture, self.counters, now)
         tracing = create_tracing(config.tracing, self.counters)
         self.trace_sampling = tracing[0] if tracing is not None else None
         self._trace_exporter = tracing[1] if tracing is not None else None
-        self.prompt_doctor = PromptDoctor(self.traffic.requests, self._looks_up_caches, now)
+        self.prompt_doctor = PromptComparison(self.traffic.requests, self._looks_up_caches, now)
         self.ended_calls = EndedCalls(
             config, self.capture, self.prompt_doctor, self._trace_exporter, self.router.output_lengths, self._is_served
         )
@@ -357,7 +357,7 @@ class Service:
         )
         self.remote_tokenizer = RemoteTokenizer(node_client.post, pack_token_ids)
         self.model_watch = ModelWatch(self.fleet, self.tokenizer_registry, node_client.post, lambda: self.config)
-        self.nodes = NodeSet(self)
+        self.nodes = ServiceNodes(self)
         self.shared_nodes = SharedNodes(self.fleet, self.nodes, int(1000.0 * time.time()))
         self.node_state = NodeState(config, seat.folder if seat is not None else "")
         self.node_state.on_late_load = self.shared_nodes.restore
@@ -372,7 +372,7 @@ class Service:
         causes = Causes(self.fleet, self.cache_view, changes, lambda key: self.prompt_doctor.reports.get(key))
         hit_rates = HitRateAlerts(self.traffic, changes, causes, lambda: self.prompt_doctor.findings)
         self.rejections = Rejections(self.counters)
-        self.alerts = Alerts(
+        self.alerts = ActiveAlerts(
             lambda now_s: client_error_alerts(self.proxy.client_errors, now_s),
             FleetAlerts(self.fleet, self.cache_view),
             self.rejections,
@@ -425,7 +425,7 @@ class Service:
             self.fleet, self.cache_view, self.scrapes, decisions, self.live_feed, CaptureStreams(self.capture), self,
             config.admin.token_sha256,
         )  # fmt: skip
-        handler = AsyncHandler(admin.answer, admin.admit, self.proxy.client_errors)
+        handler = AsyncHandler(admin.answer, admin.check_head, self.proxy.client_errors)
         self.admin_listener = Listener(handler, config.limits, self.timers)
         self.add_node, self.remove_node = self.shared_nodes.add_by_hand, self.shared_nodes.remove_node
         self.drain_node, self.set_role = self.shared_nodes.drain_node, self.shared_nodes.set_role_by_hand

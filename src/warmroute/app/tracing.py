@@ -33,7 +33,7 @@ from warmroute.config import Tracing as TracingConfig
 from warmroute.config import missing_extra
 from warmroute.config.routing import PRIORITY_NAMES
 from warmroute.core.decision_record import TERMS, Price
-from warmroute.core.messages import ClosedTry, Left, Outcome, Role, RoutingRequest, Usage
+from warmroute.core.messages import FAILURES, ClosedTry, Left, Outcome, Role, RoutingRequest, Usage
 from warmroute.core.traffic import Counters
 from warmroute.edge.trace_context import EdgeTrace, EndedEarly, RandomBits, TraceSampling, new_span_id
 from warmroute.event_log import EventLog, where_it_failed
@@ -67,7 +67,7 @@ class TracedRequest(NamedTuple):
     arrived_s: float
     """When its body was read and scanned."""
     model: str
-    """Empty if no node serves it: then it is only what the client typed."""
+    """The model; empty if no node serves it: then it is only what the client typed."""
     tenant: str
     route: str
     priority: int
@@ -97,12 +97,12 @@ class EndedTrace(NamedTuple):
     """What turns a time of the router's clock into Unix time."""
     ended_s: float
     status: int
-    """What the client got; 0: nothing."""
+    """Status of the response that the client got; 0 if it got none."""
     error: str
     """The code of the error that the client got."""
     client_left: bool
     request: TracedRequest | None
-    """None if the body was rejected."""
+    """What the core knows of the request; None if the body was rejected."""
     entered_s: float = 0.0
     """When the prompt was read, and the request asked for a node; 0 if it never did."""
     queue_length: int = 0
@@ -110,7 +110,7 @@ class EndedTrace(NamedTuple):
     queued: bool = False
     decision: TracedDecision | None = None
     tries: tuple[ClosedTry, ...] = ()
-    """In the order in which they were opened."""
+    """The tries in the order in which they were opened."""
     usage: Usage = (None, None, None)
 
 
@@ -160,7 +160,7 @@ class Span(NamedTuple):
     kind: Literal["internal", "server", "client"]
     span_id: bytes
     parent_id: bytes
-    """Empty if the trace begins with this span."""
+    """Id of the parent span; empty if the trace begins with this span."""
     start_s: float
     end_s: float
     attributes: Attributes
@@ -269,7 +269,7 @@ def _decision_attributes(decision: TracedDecision) -> Attributes:
 
 def _try_span(trace: EndedTrace, one: ClosedTry, span_id: bytes) -> Span:
     outcome, status = one.outcome, one.status
-    failed = outcome in (Outcome.BUSY, Outcome.FAILED, Outcome.BROKEN)
+    failed = outcome in FAILURES
     attributes: dict[str, Any] = {
         "http.request.method": "POST",
         "http.response.status_code": status or None,

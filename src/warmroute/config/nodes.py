@@ -13,6 +13,7 @@ from warmroute.config.section import NOT_IN_FILE, ConfigError, Count, Port, Seco
 
 # A node: its address, models, engine, island and KV events.
 
+EngineName = Literal["auto", "vllm", "sglang", "trtllm"]
 Role = Literal["mixed", "prefill", "decode"]
 MAX_NAME_LENGTH: Final = 200
 """Characters in a node's name."""
@@ -49,7 +50,7 @@ class NodeConfig(Section, frozen=True):
     ] = 0
     max_inflight: MaxInflight = 0
     engine: Annotated[
-        Literal["auto", "vllm", "sglang", "trtllm"],
+        EngineName,
         Meta(description="Engine of the node. `auto`: detected from its metrics."),
     ] = "auto"
     role: Annotated[
@@ -235,7 +236,7 @@ class DiscoveryConfig(Section, frozen=True):
         tuple[str, ...], Meta(description="Models that the nodes serve. Empty: read from their /v1/models.")
     ] = ()
     engine: Annotated[
-        Literal["auto", "vllm", "sglang", "trtllm"],
+        EngineName,
         Meta(description="Engine of the nodes. `auto`: detected from their metrics."),
     ] = "auto"
     role: Annotated[Role, Meta(description="Role of the nodes that name none themselves.")] = "mixed"

@@ -143,7 +143,7 @@ PriorityName = Literal["high", "normal", "low"]
 HIGH, NORMAL, LOW = range(3)
 """A lower number is served first."""
 PRIORITY_NAMES: Final[tuple[PriorityName, ...]] = get_args(PriorityName)
-"""By number."""
+"""Name of each priority, by its number."""
 PRIORITY_NUMBERS: Final[dict[str, int]] = {name: number for number, name in enumerate(PRIORITY_NAMES)}
 
 

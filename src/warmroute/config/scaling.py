@@ -204,10 +204,14 @@ class Scaling(Section, frozen=True):
             "nodes and the engine can play both parts (vLLM with `kv_role` `kv_both`)."
         ),
     ] = False
-    keda_host: Annotated[str, Meta(description="Address of the gRPC listener for KEDA's external scaler.")] = (
-        "127.0.0.1"
-    )
-    keda_port: Annotated[Port, Meta(description="Port of the gRPC listener for KEDA. 0: no listener.")] = 0
+    keda_host: Annotated[str, Meta(description="Deprecated, with `keda_port`: its address.")] = "127.0.0.1"
+    keda_port: Annotated[
+        Port,
+        Meta(
+            description="Deprecated: KEDA's trigger `metrics-api` reads `GET /admin/scaling` instead. Port of the gRPC "
+            "listener for KEDA's external scaler. 0: no listener."
+        ),
+    ] = 0
     max_mean_wait_ms: Annotated[float, Meta(gt=0), NOT_IN_FILE] = 100.0
     """The router adds nodes if the mean wait for a node is longer."""
     max_kv_usage: Annotated[Ratio, NOT_IN_FILE] = 0.35

@@ -8,10 +8,10 @@ The way of a request:
     event        first function        what happens                                                         command
     Charge       Calls.charge          a tenant with limits pays for one request (rate_limits.py)           Reject
     Arrive       Calls.arrive          the tenant pays for the tokens, and admission is asked:
-                   Admission.place       the router decides; no room: queue or reject                       Reject
+                   Admitter.place        the router decides; no room: queue or reject                       Reject
                      Router.decide       candidates, what they have cached, the policy's choice
                  Calls.admit           there is room: the first decision is remembered
-                   Router.dispatch       the ticket opens in the accounting of the node                     Send
+                   Router.open_ticket    the ticket opens in the accounting of the node                     Send
     AnswerNow    Calls.answer_now      Envoy waits no longer: the best node gets the call, or it is shed    Send, Reject
     Started      Calls.started         the response has begun: this try answers, every other one closes
     FirstToken   Calls.first_token     the node's speed is learned; implies Started
@@ -32,7 +32,7 @@ then come deadlines and pairs, then hedges, and at the end queued calls get the 
 one call waits for the answer to its Withdraw, none of this goes on. Nothing is re-entered.
 
 The edge is never called back. Within the core, cluster/ sets `Calls.on_freed` and `Router.on_dispatch` to hear when it
-should publish, and `Admission.turns`; `Fleet` has observers. At its start the service sets `demand_meter`, `hot` and
+should publish, and `Admitter.turns`; `Fleet` has observers. At its start the service sets `demand_meter`, `hot` and
 `may_serve` of the router.
 
 Where what is:

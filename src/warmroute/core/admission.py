@@ -7,8 +7,7 @@ from contextlib import suppress
 from math import inf
 from typing import TYPE_CHECKING, Final
 
-from warmroute.config import Admission as AdmissionConfig
-from warmroute.config import RouteConfig
+from warmroute.config import Admission, RouteConfig
 from warmroute.config.routing import HIGH, LOW
 from warmroute.core.cluster.turns import Turns
 from warmroute.core.decision import Decision, check_deadlines, max_ttft_ms, missed
@@ -88,7 +87,7 @@ def below_limits(
 
     def has_place(node: Node) -> bool:
         return not (
-            node.is_full
+            node.is_full_for(request)
             or (counts_learned and node.at_concurrency_limit)
             or is_over_threshold(request, node, threshold)
             or (node.waiting and not request.may_queue)
@@ -168,7 +167,7 @@ def _among(router: Router, decision: Decision, eligible: Callable[[Node], bool],
 
 
 # Requests that wait although no node can serve them: for the first node of an autoscaled fleet, or for the first
-# health check of a new node. Those that wait for room on a node are in `Admission`.
+# health check of a new node. Those that wait for room on a node are with the `Admitter`.
 
 FIRST_CHECK_WAIT_S: Final = 5.0
 """How long a request waits for the first health check of a new node while no other node can serve it."""
@@ -283,7 +282,7 @@ class OverdueTurns:
         return None
 
 
-# Admission: sends a request to its node now, queues it at the router, or rejects it. Takes events and a clock; no I/O.
+# Sends a request to its node now, queues it at the router, or rejects it. Takes events and a clock; no I/O.
 #
 # A request whose cheapest node has room goes there at once. Otherwise it waits in the admission queue and not in the
 # engine's: until its turn comes, its cached prefix may be evicted, or another node may become cheaper. When a node has
@@ -312,11 +311,11 @@ DECISION_VALID_S: Final = 0.003
 """A queued request that would not go first keeps its decision for this long."""
 
 
-class Admission:
+class Admitter:
     def __init__(
         self,
         router: Router,
-        config: AdmissionConfig,
+        config: Admission,
         routes: Sequence[RouteConfig] = (),
         order: QueueOrder = QueueOrder.GUARANTEED,
     ) -> None:
@@ -333,7 +332,7 @@ class Admission:
         """Whose turn it is among several processes; None if this is the only one."""
         self.reconfigure(config, routes)
 
-    def reconfigure(self, config: AdmissionConfig, routes: Sequence[RouteConfig] = ()) -> None:
+    def reconfigure(self, config: Admission, routes: Sequence[RouteConfig] = ()) -> None:
         self.config = config
         self._limits.max_waiting = config.max_waiting
         self._ticks = -1  # the next tick checks each queued request
@@ -341,7 +340,7 @@ class Admission:
         """Settings of the routes that have their own."""
         self._has_threshold = any(one.queue_threshold for one in (config, *self._by_route.values()))
 
-    def _config_of(self, request: RoutingRequest) -> AdmissionConfig:
+    def _config_of(self, request: RoutingRequest) -> Admission:
         return self._by_route.get(request.route, self.config) if self._by_route else self.config
 
     # New requests.
@@ -456,7 +455,7 @@ class Admission:
         """Return whether the node has fewer requests than it may have, and little prefill work left, with this much
         more. An idle node has room."""
         if node.is_limited:
-            if node.is_full:
+            if node.is_full_for(None):
                 return False
             if node.at_concurrency_limit:
                 node.concurrency.was_hit = True
@@ -565,7 +564,7 @@ class Admission:
         turns = self.turns
         if turns is None or by_guarantee or not turns.is_contended:
             return True
-        own = (key[0], queued.effective_key(now_s), queued.prefill_ms)
+        own = (key[0], queued.ranked_ms(now_s), queued.prefill_ms)
         return turns.is_ours(node, own, self._limit_ms(node), now_s)
 
     def _take(self, key: Key, queued: QueuedRequest, by_guarantee: bool, now_s: float) -> QueuedRequest:
@@ -606,7 +605,7 @@ class Admission:
         lowest = inf
         for queued in examined:
             is_recent = best is not None and queued.decided_since(now_s - DECISION_VALID_S)
-            if is_recent and queued.effective_key(now_s) >= lowest:
+            if is_recent and queued.ranked_ms(now_s) >= lowest:
                 continue
             if not self._is_current(key, queued, now_s):
                 continue
@@ -617,7 +616,7 @@ class Admission:
                 return queued
             if decision.entry_node is not node or self._over_threshold(queued.call.request, node):
                 continue
-            key_now = queued.effective_key(now_s)
+            key_now = queued.ranked_ms(now_s)
             if best is None or key_now < lowest:
                 best, lowest = queued, key_now
         return best

@@ -21,7 +21,7 @@ from math import inf
 from typing import TYPE_CHECKING, Any, Final
 
 from warmroute.config import Hedging as HedgingConfig
-from warmroute.core.admission import TICK_S, Admission
+from warmroute.core.admission import TICK_S, Admitter
 from warmroute.core.calls import CALL_ROWS, DONE, SENT, STATES, TRY_ROWS, Call, Calls, Plan, TicketEvent
 from warmroute.core.calls import MOVE as MOVE_TO
 from warmroute.core.decision import check_deadlines
@@ -69,7 +69,7 @@ LOG_INTERVAL_S: Final = 60.0
 """Between two lines about messages that have no row in the tables."""
 
 # What is left to do for a call.
-_CHECK_PAIR: Final = 0
+_CHECK: Final = 0
 _CHECK_DEADLINE: Final = 1
 
 _NOTHING: Final[tuple[Command, ...]] = ()
@@ -88,7 +88,7 @@ class Brain:
         self,
         fleet: Fleet,
         router: Router,
-        admission: Admission,
+        admission: Admitter,
         counters: Counters,
         *,
         traffic: Traffic | None = None,
@@ -298,7 +298,7 @@ class Brain:
             self.overdue_due_s = inf
             return
         self.overdue_due_s = now_s + CHECK_S
-        self._work.extend([(_CHECK_PAIR, call) for call in self.calls.splits])
+        self._work.extend([(_CHECK, call) for call in self.calls.checked])
         self.overdue.refill(self.calls.sent)
         self._wants_hedges = bool(self.waiting and self.overdue.config.max_ratio)
 
@@ -327,7 +327,7 @@ class Brain:
             elif self._work:
                 what, call = self._work.popleft()
                 if call.state != DONE:
-                    self._fenced(calls.check_pair if what == _CHECK_PAIR else self._check_deadline, call, now_s)
+                    self._fenced(calls.check if what == _CHECK else self._check_deadline, call, now_s)
             elif self._wants_hedges:
                 self._wants_hedges = False
                 self._send_hedges(now_s)
@@ -437,7 +437,7 @@ class Brain:
                 break
             call = old[position]
             main = call.main
-            if main is None or call.hedge is not None or call.state == DONE or call in calls.splits:
+            if main is None or call.hedge is not None or call.state == DONE or call in calls.checked:
                 continue
             try:
                 if not overdue.is_overdue(call, main.ticket, calls.expected_output(call.request), now_s):

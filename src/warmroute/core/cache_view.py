@@ -181,8 +181,8 @@ class CacheView:
         with the length of the match, not with the size of the index."""
         if self._prefilled or self._overdue or self._peers_pending:
             self._expire_pending(now_s)
-        special = lookup.special
-        if special is not None and special.skips_cache:
+        batch = lookup.batch
+        if batch is not None and batch.skips_cache:
             return {}
         base, lora = self._models.get(model) or (model, "")
         found: dict[str, Hit] = {}
@@ -201,8 +201,8 @@ class CacheView:
                 )  # fmt: skip
         for store in self.stores.values():
             store.add_hits(found, model, self.saved_shares, now_s)
-        if special is not None:
-            for other in special.others:
+        if batch is not None:
+            for other in batch.others:
                 for name, hit in self.hits(model, other, now_s).items():
                     known = found.get(name)
                     found[name] = hit if known is None else _sum(known, hit)
@@ -256,13 +256,13 @@ class CacheView:
         if cache is None:
             return None
         base, lora = self._models.get(model) or (model, "")
-        size, special = cache.block_size, lookup.special
+        size, batch = cache.block_size, lookup.batch
         chain = lookup.chains.get((base, lora, size)) or lookup.blocks(base, lora, size)
         if not chain:
             return None
         sampled, known = self.reuse.record(chain, now_s) if not counted else (0, 0)
         if hit is not None and not counted:
-            end = (hit.tokens if special is None else hit.tokens // special.prompts) // size * 8
+            end = (hit.tokens if batch is None else hit.tokens // batch.prompts) // size * 8
             if end:
                 self._prefix_uses.record(chain[end - 8 : end], now_s)
         exact, has_hidden_hits = lookup.exact_tokens == lookup.token_count, False
@@ -278,7 +278,7 @@ class CacheView:
             held = cache.store.held_blocks(rows, cache.block_size) * cache.block_size
             from_store = _from_store(cache, rows, tokens) if tokens else 0
             declined = max(0, held - tokens)
-        comparable = special is None
+        comparable = batch is None
         if comparable:
             cache.routed_prompts += 1
             cache.routed_tokens += lookup.token_count
@@ -299,8 +299,8 @@ class CacheView:
     ) -> bool:  # fmt: skip
         """Return whether the node, or its shared KV store, has the first block after those that the tenant may learn
         of. A hash of a block is one of all blocks before it, too."""
-        special = lookup.special
-        if special is not None and special.skips_cache:
+        batch = lookup.batch
+        if batch is not None and batch.skips_cache:
             return False
         depth = hit.tokens // cache.block_size if hit is not None else 0
         if depth >= (lookup.token_count - 1) // cache.block_size:
@@ -415,7 +415,7 @@ class CacheView:
 
 def _first_prompt_tokens(lookup: Lookup, hit: Hit) -> int:
     """Return the tokens of a hit; of several prompts those of the first one, as if all were equally long."""
-    return hit.tokens if lookup.special is None else hit.tokens // lookup.special.prompts
+    return hit.tokens if lookup.batch is None else hit.tokens // lookup.batch.prompts
 
 
 def _last_block(chain: bytes, block_size: int, tokens: int) -> bytes:

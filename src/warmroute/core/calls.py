@@ -40,7 +40,7 @@ from urllib.parse import quote
 
 from warmroute._kernel import FIRST_TOKEN_STEPS
 from warmroute.config.routing import LOW
-from warmroute.core.admission import Admission
+from warmroute.core.admission import Admitter
 from warmroute.core.decision import Decision
 from warmroute.core.decision_record import KEEP_ALL_UP_TO, DecisionRecord
 from warmroute.core.failed_tries import DECODE, HEDGE, MAX_TRIES, PREFILL, WHOLE, FailedTry, FailedTryLog
@@ -99,7 +99,7 @@ from warmroute.core.rejections import (
 )
 from warmroute.core.router import Router
 from warmroute.core.speeds import transfer_ms
-from warmroute.core.tickets import DecodeDispatch, Dispatch, PrefillDispatch
+from warmroute.core.tickets import DecodeTicket, PrefillTicket, PromptTicket
 from warmroute.event_log import EventLog, where_it_failed
 
 if TYPE_CHECKING:
@@ -408,7 +408,7 @@ class Calls:
     """All open calls, and what each event does to them. The Brain (core/brain.py) says when."""
 
     def __init__(
-        self, fleet: Fleet, router: Router, admission: Admission, counters: Counters, overdue: OverdueRule,
+        self, fleet: Fleet, router: Router, admission: Admitter, counters: Counters, overdue: OverdueRule,
         max_attempts: int, traffic: Traffic | None, journal: LastDecisions | None, keeps_tickets: bool,
         rate_limits: RateLimits | None = None,
     ) -> None:  # fmt: skip
@@ -429,8 +429,9 @@ class Calls:
         """Those of the ended ones that somebody wants back, until he has fetched them."""
         self.waiting: dict[Call, None] = {}
         """Calls that were sent to a node and have no byte of a response, in the order in which they were sent."""
-        self.splits: dict[Call, None] = {}
-        """Those of them that another node prefills, or has prefilled, for the one that will answer."""
+        self.checked: dict[Call, None] = {}
+        """The calls in `waiting` that `check` looks at every CHECK_S: another node prefills for the one that will
+        answer, or has prefilled for it."""
         self.freed: dict[Node, None] = {}
         """Nodes that may have room for queued calls."""
         self.on_freed: Callable[[], object] | None = None
@@ -536,7 +537,7 @@ class Calls:
         except RoutingError:
             decision = None
         decision = decision or Decision(node, "resumed", "the edge had sent it there")
-        ticket = self.router.dispatch(decision, node, opened_s)
+        ticket = self.router.open_ticket(decision, node, opened_s)
         ticket.has_hidden_hits = True  # what was cached when it was sent is not known
         try_ = Try(one.try_, _FIRST if call.main is None else _HEDGE, ticket)
         if self.ticket_log is not None:
@@ -657,7 +658,7 @@ class Calls:
 
     def _send_whole(self, call: Call, decision: Decision, node: Node, role: Role, now_s: float) -> None:
         call.numbers = number = call.numbers + 1
-        ticket = self.router.dispatch(decision, node, now_s)
+        ticket = self.router.open_ticket(decision, node, now_s)
         call.main = try_ = Try(number, role, ticket)
         call.overdue_s = 0.0
         if self.ticket_log is not None:
@@ -673,12 +674,12 @@ class Calls:
             self.waiting[call] = None
 
     def _open(
-        self, call: Call, role: Role, decision: Decision, node: Node, now_s: float, kind: type[Dispatch] = Dispatch,
-        counted: bool = False,
+        self, call: Call, role: Role, decision: Decision, node: Node, now_s: float,
+        kind: type[PromptTicket] = PromptTicket, counted: bool = False,
     ) -> Try:  # fmt: skip
-        """Open the ticket of a try that is not sent yet. `counted`: as for Router.dispatch."""
+        """Open the ticket of a try that is not sent yet. `counted`: as for Router.open_ticket."""
         call.numbers += 1
-        try_ = Try(call.numbers, role, self.router.dispatch(decision, node, now_s, kind, counted), RESERVED)
+        try_ = Try(call.numbers, role, self.router.open_ticket(decision, node, now_s, kind, counted), RESERVED)
         if self.ticket_log is not None:
             self.ticket_log.append(TicketEvent(call, try_.ticket, True))
         return try_
@@ -706,7 +707,7 @@ class Calls:
         return tuple(
             other.number for other in (decision.node, *decision.fallbacks())
             if not (
-                other is node or other.needs_partner or other.role == "prefill" or other.is_full
+                other is node or other.needs_partner or other.role == "prefill" or other.is_full_for(call.request)
                 or (subset is not None and other.name not in subset)
             )
         )  # fmt: skip
@@ -715,12 +716,12 @@ class Calls:
         """Return headers that name the node, the prefill node and the predicted cache hit."""
         ticket, split = try_.ticket, call.split
         found: tuple[tuple[bytes, bytes], ...] = ((b"X-Warmroute-Node", _header_name(try_.node)),)
-        if not isinstance(ticket, Dispatch):
+        if not isinstance(ticket, PromptTicket):
             return found
         cached = ticket.cached
-        if split is not None and isinstance(ticket, DecodeDispatch):
+        if split is not None and isinstance(ticket, DecodeTicket):
             found = (*found, (b"X-Warmroute-Prefill-Node", _header_name(split.pair.prefill_node)))
-            if isinstance(split.prefill.ticket, Dispatch):
+            if isinstance(split.prefill.ticket, PromptTicket):
                 cached = split.prefill.ticket.cached
         return (*found, (b"X-Warmroute-Hit", b"%d/%d" % (cached, ticket.tokens)))
 
@@ -788,7 +789,7 @@ class Calls:
             pair = Pair(split.pair.prefill_node, 0.0)
         elif node is not decision.node:
             pair = None
-        if pair is None or pair.prefill_node in failed or not _is_usable(pair.prefill_node):
+        if pair is None or pair.prefill_node in failed or not _is_usable(pair.prefill_node, call.request):
             partner = self.router.partner(decision, node, failed) if node.needs_partner else None
             if partner is None:
                 if split is not None:
@@ -806,7 +807,7 @@ class Calls:
         """Send the request to the prefill node; `node` will decode."""
         prefill_node = pair.prefill_node
         prefill_node.transfer_tokens += pair.transfer_tokens
-        prefill = self._open(call, _PREFILL, decision, prefill_node, now_s, PrefillDispatch)
+        prefill = self._open(call, _PREFILL, decision, prefill_node, now_s, PrefillTicket)
         prefill.state = SENT
         call.split = split = Split(decision, pair, prefill, failed)
         self._reserve(call, split, node, now_s)
@@ -823,13 +824,13 @@ class Calls:
     def _reserve(self, call: Call, split: Split, node: Node, now_s: float) -> None:
         """Open the ticket on the node that will decode."""
         is_first = not call.tried
-        call.main = main = self._open(call, _DECODE, split.decision, node, now_s, DecodeDispatch)
+        call.main = main = self._open(call, _DECODE, split.decision, node, now_s, DecodeTicket)
         ticket = main.ticket
         call.overdue_s = 0.0
         call.tried += 1
         self._wait_again(call)
-        self.splits[call] = None
-        if isinstance(ticket, DecodeDispatch):
+        self.checked[call] = None
+        if isinstance(ticket, DecodeTicket):
             if is_first and self._may_choose_again(call, split):
                 ticket.hold()
             if node is not split.decision.node:
@@ -841,7 +842,7 @@ class Calls:
         self.waiting[call] = None
 
     @staticmethod
-    def _expect_transfer(split: Split, ticket: DecodeDispatch, now_s: float) -> None:
+    def _expect_transfer(split: Split, ticket: DecodeTicket, now_s: float) -> None:
         """Expect the transfer to another decode node than that of the decision, which lacks other tokens."""
         query, pair, tokens = split.decision.query, split.pair, float(ticket.missing_tokens)
         if query is None or split.phase == OVER:
@@ -867,20 +868,20 @@ class Calls:
         node = self.router.decode_node(split.decision, split.pair, before.node, now_s)
         if node is before.node:
             return
-        call.main = main = self._open(call, _DECODE, split.decision, node, now_s, DecodeDispatch, counted=True)
+        call.main = main = self._open(call, _DECODE, split.decision, node, now_s, DecodeTicket, counted=True)
         moved = main.ticket
         self._wait_again(call)
         self.close(call, before, _CANCELLED, now_s, sent=False)
-        if isinstance(moved, DecodeDispatch):
+        if isinstance(moved, DecodeTicket):
             self._expect_transfer(split, moved, now_s)
-            if isinstance(before.ticket, DecodeDispatch):
+            if isinstance(before.ticket, DecodeTicket):
                 moved.take_counts(before.ticket)
 
     @staticmethod
     def _begin_decode(call: Call, split: Split) -> None:
         split.phase = TRANSFERRING
         query, main = split.decision.query, call.main
-        if main is not None and query is not None and isinstance(main.ticket, DecodeDispatch):
+        if main is not None and query is not None and isinstance(main.ticket, DecodeTicket):
             main.ticket.begin_decode(query.lookup.cache_group if query.lookup is not None else "")
 
     def _send_decode(self, call: Call, split: Split, now_s: float) -> None:
@@ -910,7 +911,7 @@ class Calls:
         if usage is not None:
             usage = node.reported.usage(*usage)
             split.cached_tokens = usage[1]
-            if isinstance(try_.ticket, Dispatch):
+            if isinstance(try_.ticket, PromptTicket):
                 try_.ticket.record_usage(usage[0], usage[1], None, now_s)
         node.last_progress_s = now_s
         split.kv_from = try_.number
@@ -1009,8 +1010,8 @@ class Calls:
             reason = "" if plan.outcome is Outcome.OK else plan.reason
             self.close(call, split.prefill, plan.outcome, now_s, reason, status=plan.status, error=plan.error)
 
-    def check_pair(self, call: Call, now_s: float) -> None:
-        """Leave a prefill node that looks as if it hangs."""
+    def check(self, call: Call, now_s: float) -> None:
+        """Look at a call in `checked`: leave a prefill node that looks as if it hangs."""
         split, main = call.split, call.main
         if split is None or main is None or main.state == LEAVING:
             return
@@ -1040,7 +1041,7 @@ class Calls:
         if split.phase != OVER:
             split.phase = OVER
             split.pair.prefill_node.transfer_tokens -= split.pair.transfer_tokens
-            self.splits.pop(call, None)
+            self.checked.pop(call, None)
 
     def _pair_started(self, call: Call, split: Split, status: int, now_s: float) -> None:
         """The decode node's response has begun. The edge has withdrawn a prefill that was still under way."""
@@ -1064,7 +1065,7 @@ class Calls:
     def _learn_transfer(call: Call, split: Split, ticket: Ticket, now_s: float) -> None:
         """The response's first token arrived: learn how long the transfer took, if the response is streamed."""
         query, node = split.decision.query, ticket.node
-        if not call.request.streams or not isinstance(ticket, DecodeDispatch):
+        if not call.request.streams or not isinstance(ticket, DecodeTicket):
             return
         if query is None or not split.sent_s or node.needs_partner or ticket.has_hidden_hits:
             return
@@ -1150,7 +1151,7 @@ class Calls:
         call.tried += 1
         call.request.streams = False  # its time includes that of the failed try: an upper bound of its prefill
         failover = self._failover_of(call)
-        call.main = Try(try_.number, _MOVE, self.router.dispatch(failover.decision, node, opened_s))
+        call.main = Try(try_.number, _MOVE, self.router.open_ticket(failover.decision, node, opened_s))
 
     def first_token(self, call: Call, try_: Try, event: FirstToken | Ended, now_s: float) -> None:
         """The response's first token arrived, or as much of the response as the router can see of it."""
@@ -1167,7 +1168,7 @@ class Calls:
             if call.split is not None:
                 self._learn_transfer(call, call.split, ticket, now_s)
             demand_meter = self.router.demand_meter
-            if demand_meter is not None and (call.request.streams or not isinstance(ticket, Dispatch)):
+            if demand_meter is not None and (call.request.streams or not isinstance(ticket, PromptTicket)):
                 demand_meter.record_ttft((now_s - call.request.arrived_s) * 1000.0)
         self.freed[node] = None
         if self.on_freed is not None:
@@ -1185,14 +1186,14 @@ class Calls:
         demand_meter, usage = self.router.demand_meter, event.usage
         if usage is not None:
             usage = node.reported.usage(*usage)
-            if call.split is not None and isinstance(ticket, DecodeDispatch):
+            if call.split is not None and isinstance(ticket, DecodeTicket):
                 # A decode node reports what it had cached before the transfer.
                 usage = (usage[0], call.split.cached_tokens, usage[2])
             call.usage = usage
             prompt_tokens, cached_tokens, output_tokens = usage
             if charge is not None:
                 charge.settle(prompt_tokens, output_tokens)
-            if isinstance(ticket, Dispatch):
+            if isinstance(ticket, PromptTicket):
                 ticket.record_usage(prompt_tokens, cached_tokens, output_tokens, now_s)
                 if demand_meter is not None and output_tokens is not None:
                     demand_meter.record_output(ticket.tokens, output_tokens)
@@ -1389,7 +1390,7 @@ class Calls:
             call.hedge = None
         elif call.hedge is not None:
             self._promote_hedge(call)
-        elif plan.other is None or not _may_still_serve(plan.other):
+        elif plan.other is None or not _may_still_serve(plan.other, call.request):
             self._next(call, outcome, try_.node, now_s, try_)
         elif self._try(call, self._failover_of(call).decision, plan.other, _MOVE, now_s):
             self.counters.retries += 1
@@ -1553,7 +1554,7 @@ class Calls:
         history.opened_s = ticket.opened_s
         if call.usage is None or call.usage[2] is None:
             history.expected_output = self.expected_output(call.request)
-        if isinstance(ticket, Dispatch):
+        if isinstance(ticket, PromptTicket):
             history.predicted = ticket.cached
         history.prompt_tokens = ticket.tokens
         history.model = query.group.model if query is not None else NO_MODEL
@@ -1617,7 +1618,7 @@ class Calls:
 def _closed_try(try_: Try, outcome: Outcome, reason: str, now_s: float, status: int) -> ClosedTry:
     ticket, node = try_.ticket, try_.node
     tokens = cached = 0
-    if isinstance(ticket, Dispatch):
+    if isinstance(ticket, PromptTicket):
         tokens, cached = ticket.tokens, ticket.cached
     rank = ticket.rank if ticket.rank >= 0 else None
     return ClosedTry(
@@ -1626,14 +1627,14 @@ def _closed_try(try_: Try, outcome: Outcome, reason: str, now_s: float, status: 
     )  # fmt: skip
 
 
-def _is_usable(prefill_node: Node) -> bool:
+def _is_usable(prefill_node: Node, request: RoutingRequest) -> bool:
     """Whether a prefill node may get a request, perhaps seconds after it was chosen."""
-    return not (prefill_node.draining or prefill_node.health.confirmed_down or prefill_node.is_full)
+    return not (prefill_node.draining or prefill_node.health.confirmed_down or prefill_node.is_full_for(request))
 
 
-def _may_still_serve(node: Node) -> bool:
+def _may_still_serve(node: Node, request: RoutingRequest) -> bool:
     """Whether a node may get the call that was to move there when the edge was asked."""
-    return not (node.draining or node.is_full) and node.health.state is HealthState.UP
+    return not (node.draining or node.is_full_for(request)) and node.health.state is HealthState.UP
 
 
 def _ban(node: Node, now_s: float) -> None:

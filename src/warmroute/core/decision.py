@@ -81,7 +81,10 @@ class Decision:
     @property
     def is_full(self) -> bool:
         """Whether a node that the request would be sent to has as many requests as it may have."""
-        return self.is_limited and (self.node.is_full or self.entry_node.is_full)
+        if not self.is_limited:
+            return False
+        request = self.query.request if self.query is not None else None
+        return self.node.is_full_for(request) or self.entry_node.is_full_for(request)
 
     @property
     def is_limited(self) -> bool:
@@ -122,7 +125,7 @@ class Decision:
                 reason = f"stays on {node.island}, its conversation's island"
             lookup = query.lookup
             if lookup is not None:
-                tokens = lookup.token_count if lookup.special is None else lookup.special.total_tokens
+                tokens = lookup.token_count if lookup.batch is None else lookup.batch.total_tokens
                 if self.index < 0 and (hit := query.hits().get(node.name)) is not None:
                     expected_cached = hit.expected
         record = DecisionRecord(

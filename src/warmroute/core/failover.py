@@ -191,7 +191,7 @@ class Failover:
             return False
         if request.subset is not None and node.name not in request.subset:
             return False
-        if node.is_full:
+        if node.is_full_for(request):
             self._skipped_full = True
             return False
         return (request.may_split or not node.needs_partner) and (

@@ -6,16 +6,14 @@ from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Final
 
-from warmroute.config import Health as HealthConfig
-from warmroute.config import NodeConfig, node_name
-from warmroute.config import OutlierDetection as OutlierConfig
+from warmroute.config import Health, NodeConfig, OutlierDetection, node_name
 from warmroute.config.nodes import Role
 from warmroute.core.adapters import FleetAdapters, GroupAdapter
 from warmroute.core.context_windows import windows_by_model
 from warmroute.core.group import Group
-from warmroute.core.health import HealthState, OutlierDetection
+from warmroute.core.health import HealthState, Outliers
 from warmroute.core.islands import IslandRegistry
-from warmroute.core.messages import Outcome
+from warmroute.core.messages import AT_FAULT, PASSED, Outcome
 from warmroute.core.node import Node, Ticket
 from warmroute.core.rejections import NameTaken, UnknownNode
 from warmroute.core.speeds import SpeedReview
@@ -25,22 +23,19 @@ MAX_PAST_MODELS: Final = 1024
 OnHealthChange = Callable[[Node, HealthState], None]
 """Called after each change of a node's health state, with the state before it."""
 
-_PASSED: Final = (Outcome.OK, Outcome.REJECTED)
-_FAILED: Final = (Outcome.FAILED, Outcome.BROKEN)
-
 
 class Fleet:
     def __init__(
         self,
-        health: HealthConfig,
+        health: Health,
         on_change: OnHealthChange = lambda _node, _before: None,
-        outlier_detection: OutlierConfig | None = None,
+        outlier_detection: OutlierDetection | None = None,
         first_number: int = 0,
     ) -> None:
         """`first_number`: the numbers of its nodes begin behind it."""
         self._health = health
         self._first_number = first_number
-        self.outlier_detection = OutlierDetection(outlier_detection or OutlierConfig())
+        self.outlier_detection = Outliers(outlier_detection or OutlierDetection())
         self._observers = [on_change]
         self._config_observers: list[Callable[[Node], None]] = []
         self._speed_review = SpeedReview()
@@ -149,7 +144,7 @@ class Fleet:
             self._members_changed(group)
         return node
 
-    def reconfigure(self, nodes: Sequence[NodeConfig], health: HealthConfig) -> tuple[list[Node], list[Node]]:
+    def reconfigure(self, nodes: Sequence[NodeConfig], health: Health) -> tuple[list[Node], list[Node]]:
         """Apply a new configuration. Return the nodes added and removed."""
         self._health = health
         wanted = {node_name(config): config for config in nodes}
@@ -330,10 +325,10 @@ class Fleet:
         if not judged:
             node.excused_failures += 1
             return
-        if outcome in _PASSED:
+        if outcome in PASSED:
             if health.request_passed(now_s):
                 self._apply_health(node, (HealthState.HALF_OPEN, False), now_s)
-        elif outcome in _FAILED:
+        elif outcome in AT_FAULT:
             before = health.eligibility
             health.request_failed(now_s, reason)
             self._apply_health(node, before, now_s)

@@ -197,7 +197,7 @@ ANSWER_LEFT: Final = 0.5
 MAX_BUSY: Final = 0.99
 MAX_OTHERS: Final = 8
 """More idle nodes than this make no difference."""
-PATIENCE: Final = 2.0
+MAX_RATIO_TO_EXPECTED: Final = 2.0
 """An answer blocks its node for at most this many times as long as it is expected to take."""
 
 

@@ -1,7 +1,7 @@
 """Which nodes are up, suspect or down: the circuit breaker of a node, and outlier detection among its peers.
 
-core/fleet.py tells it how tickets ended (`close_ticket`, `count_failure`). `counts_of` says which outcomes outlier
-detection counts.
+core/fleet.py tells it how tickets ended (`close_ticket`, `count_failure`). MEANINGS (core/messages.py) says what each
+outcome counts as.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from warmroute.config import Health as HealthConfig
-from warmroute.config import OutlierDetection as OutlierConfig
+from warmroute.config import Health, OutlierDetection
+from warmroute.core.messages import AT_FAULT, PASSED
 
 if TYPE_CHECKING:
     from warmroute.core.group import Group
@@ -54,8 +54,8 @@ class HealthState(enum.Enum):
 
 
 @dataclass(slots=True, eq=False)
-class Health:
-    config: HealthConfig
+class NodeHealth:
+    config: Health
     state: HealthState = HealthState.UNKNOWN
     confirmed: bool = False
     """DOWN because the connection was refused or the node said so, not on suspicion."""
@@ -326,8 +326,8 @@ class RecentRequests:
         return self._repeats
 
 
-class OutlierDetection:
-    def __init__(self, config: OutlierConfig) -> None:
+class Outliers:
+    def __init__(self, config: OutlierDetection) -> None:
         self.config = config
         self._typical: dict[tuple[str, str], tuple[float, float]] = {}
         """By model and GPU: when it was computed, and the median time per token of the nodes that are up."""
@@ -405,7 +405,7 @@ class OutlierDetection:
 
 
 def counts_of(node: Node) -> Counts:
-    ok, rejected, _busy, failed, broken, _cancelled = node.outcomes
-    failed += broken - node.excused_failures
-    speed, steps_ms = node.speed, node.streamed_steps_ms
-    return Counts(ok + rejected, failed, speed.answers, node.streamed_ttft_ms, node.streamed_work, steps_ms)
+    outcomes, speed, steps_ms = node.outcomes, node.speed, node.streamed_steps_ms
+    passed = sum([outcomes[outcome] for outcome in PASSED])
+    failed = sum([outcomes[outcome] for outcome in AT_FAULT]) - node.excused_failures
+    return Counts(passed, failed, speed.answers, node.streamed_ttft_ms, node.streamed_work, steps_ms)

@@ -26,26 +26,22 @@ from array import array
 from collections.abc import Callable, Container, Mapping, Sequence
 from functools import lru_cache
 from hashlib import blake2b
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import msgspec
 
 from warmroute._kernel import KEY_CHARACTERS as KEY_CHARACTERS
-from warmroute._kernel import (
-    OUTCOME_BROKEN,
-    OUTCOME_BUSY,
-    OUTCOME_CANCELLED,
-    OUTCOME_FAILED,
-    OUTCOME_OK,
-    OUTCOME_REJECTED,
-    hash_blocks,
-)
-from warmroute.config.routing import NORMAL
+from warmroute._kernel import OUTCOME_OK, hash_blocks
+from warmroute.config.routing import NORMAL, PRIORITY_NAMES
+from warmroute.core.trace_row import CaptureOutcome
 
 # The request and its prompt.
 
 
 # What routing knows about a request, besides its prompt. Built once; only the prompt's length may be added later.
+
+FACTS: Final = ("tenant", "model", "route", "priority")
+"""The fields of a request that the journal and every explanation show, in this order."""
 
 
 class RoutingRequest(msgspec.Struct, eq=False, gc=False, array_like=True):
@@ -91,6 +87,12 @@ class RoutingRequest(msgspec.Struct, eq=False, gc=False, array_like=True):
     cache_group: str = ""
     """Whose prompts count as cached for it; empty: everybody's."""
 
+    def facts(self) -> dict[str, Any]:
+        """Return FACTS as JSON values."""
+        found = {name: getattr(self, name) for name in FACTS}
+        found["priority"] = PRIORITY_NAMES[self.priority]
+        return found
+
     def forget_text(self) -> None:
         """Drop what the client wrote: of a request that has ended, names and numbers are kept."""
         self.system = self.user = self.subset = None
@@ -126,8 +128,9 @@ def namespace_seed(model: str, lora: str, block_size: int, tokenizer: str = "") 
     return int.from_bytes(digest.digest(), "little")
 
 
-class SpecialPrompt(msgspec.Struct, eq=False, array_like=True):
-    """What else there is to know of a prompt whose reported cached tokens cannot be compared with a prediction."""
+class PromptBatch(msgspec.Struct, eq=False, array_like=True):
+    """What a request has besides one ordinary prompt: further prompts, or an engine that does not use its cache for it.
+    Its reported cached tokens cannot be compared with a prediction."""
 
     skips_cache: bool = False
     """Whether the engine prefills the whole prompt, whatever it has cached."""
@@ -136,7 +139,7 @@ class SpecialPrompt(msgspec.Struct, eq=False, array_like=True):
     prompts: int = 1
     """Number of the request's prompts."""
     total_tokens: int = 0
-    """Tokens of all of them."""
+    """Tokens of all the request's prompts."""
 
 
 class Lookup(msgspec.Struct, eq=False, array_like=True):
@@ -152,7 +155,7 @@ class Lookup(msgspec.Struct, eq=False, array_like=True):
     text: bool = False
     """Whether the prompt matches only prompts like itself, not the engine's blocks: `tokens` are bytes of its text, or
     the engine may truncate it."""
-    special: SpecialPrompt | None = None
+    batch: PromptBatch | None = None
     """Set where the request is not a single prompt that the engine takes as it is."""
     chains: dict[tuple[str, str, int], bytes] = {}
     """What `blocks` has computed."""
@@ -227,11 +230,11 @@ MAX_PARAMETERS_BYTES: Final = 1 << 20
 class KvTransfer(Protocol):
     """The fields that the prefill request and the decode request have beside the client's: JSON text by name."""
 
-    def prefill_fields(self, fields: Container[str], prefill_node: NodeRow, room: int) -> Mapping[str, bytes]:
-        """`fields`: those of the client's body. `room`: a random number, the same for both requests."""
+    def prefill_fields(self, fields: Container[str], prefill_node: NodeRow, bootstrap_room: int) -> Mapping[str, bytes]:
+        """`fields`: those of the client's body. `bootstrap_room`: a random number, the same for both requests."""
 
     def decode_fields(
-        self, fields: Container[str], prefill_node: NodeRow, room: int, transfer: bytes | None
+        self, fields: Container[str], prefill_node: NodeRow, bootstrap_room: int, transfer: bytes | None
     ) -> Mapping[str, bytes]:
         """`transfer`: what `read_transfer` returned; None if the protocol sends both requests at the same time."""
 
@@ -240,14 +243,42 @@ class KvTransfer(Protocol):
 
 
 class Outcome(enum.IntEnum):
-    """How a ticket ended. The values index `Node.outcomes`."""
+    """How a ticket ended. The values index `Node.outcomes`, which has room for 16."""
 
     OK = OUTCOME_OK
-    REJECTED = OUTCOME_REJECTED  # the node answered 4xx: the client's mistake
-    BUSY = OUTCOME_BUSY  # the node answered 429 or 503
-    FAILED = OUTCOME_FAILED  # connection error, timeout, other 5xx or an invalid response, before the first byte
-    BROKEN = OUTCOME_BROKEN  # the response broke off after its first byte
-    CANCELLED = OUTCOME_CANCELLED  # the client disconnected
+    REJECTED = 1  # the node answered 4xx: the client's mistake
+    BUSY = 2  # the node answered 429 or 503
+    FAILED = 3  # connection error, timeout, other 5xx or an invalid response, before the first byte
+    BROKEN = 4  # the response broke off after its first byte
+    CANCELLED = 5  # the client disconnected
+
+
+class Meaning(NamedTuple):
+    """What an outcome counts as."""
+
+    passed: bool
+    """For the node's health, the node has served the request."""
+    at_fault: bool
+    """For the node's health, the node has failed."""
+    failed: bool
+    """For who looks at the node or at the try, the try has failed: on the live page and in traces."""
+    logged: str
+    """How the log names the end of a request whose client got a response, or a part of one."""
+    captured: CaptureOutcome | None
+    """How a capture names it; None: the node did not prefill the request, which is not in the capture."""
+
+
+MEANINGS: Final = {
+    Outcome.OK: Meaning(True, False, False, "complete", "ok"),
+    Outcome.REJECTED: Meaning(True, False, False, "complete", None),
+    Outcome.BUSY: Meaning(False, False, True, "failed", "failed"),
+    Outcome.FAILED: Meaning(False, True, True, "failed", "failed"),
+    Outcome.BROKEN: Meaning(False, True, True, "broken", "broken"),
+    Outcome.CANCELLED: Meaning(False, False, False, "failed", "cancelled"),
+}
+PASSED: Final = tuple(outcome for outcome in Outcome if MEANINGS[outcome].passed)
+AT_FAULT: Final = tuple(outcome for outcome in Outcome if MEANINGS[outcome].at_fault)
+FAILURES: Final = tuple(outcome for outcome in Outcome if MEANINGS[outcome].failed)
 
 
 OTHER_ERROR: Final = "other"

@@ -15,12 +15,11 @@ from warmroute._kernel import (
     TicketState,
     key_hash,
 )
-from warmroute.config import Health as HealthConfig
-from warmroute.config import NodeConfig, node_name
+from warmroute.config import Health, NodeConfig, node_name
 from warmroute.config.nodes import Role
 from warmroute.core.adapters import FleetAdapters, LoadedAdapters
-from warmroute.core.health import Health, RecentRequests
-from warmroute.core.messages import Outcome
+from warmroute.core.health import NodeHealth, RecentRequests
+from warmroute.core.messages import Outcome, RoutingRequest
 from warmroute.core.prefill_work import work
 from warmroute.core.reported_values import ReportedValues
 from warmroute.core.speeds import INTERVAL_S, NEEDS_PARTNER, NodeSpeed, WholeAnswers
@@ -312,7 +311,7 @@ class Node(NodeState):
         "whole_answer_times", "whole_answers",
     )  # fmt: skip
 
-    def __init__(self, config: NodeConfig, health: HealthConfig, adapters: FleetAdapters | None = None) -> None:
+    def __init__(self, config: NodeConfig, health: Health, adapters: FleetAdapters | None = None) -> None:
         parts = urlsplit(config.url)
         self.name = node_name(config)
         self.url = config.url.rstrip("/")
@@ -353,7 +352,7 @@ class Node(NodeState):
         """Start time of the engine's process, as it reports it. It changes with a restart."""
 
         # Health, and load as last polled.
-        self.health = Health(health)
+        self.health = NodeHealth(health)
         self.draining = False
         self.drained_by_hand = False
         """An operator drained it, and only an operator ends that."""
@@ -485,9 +484,9 @@ class Node(NodeState):
         """Must follow each change of a limit: requests look at the limits only where there is one."""
         self.is_limited = self.max_inflight > 0 or self.concurrency.most > 0
 
-    @property
-    def is_full(self) -> bool:
-        """Whether the node has as many requests of this process and its peers as it may have."""
+    def is_full_for(self, request: RoutingRequest | None) -> bool:
+        """Whether the node has as many requests of this process and its peers as it may have. Who has a request in hand
+        names it, since a limit may depend on the request; None: whatever the request."""
         return 0 < self.max_inflight <= self.inflight
 
     @property

@@ -49,6 +49,7 @@ from warmroute.core.decision import Decision
 from warmroute.core.decision_record import TIE, Price
 from warmroute.core.demand import LONG_MS
 from warmroute.core.group import ANSWER_LEFT, Candidates, Group, blocking_ms, idle_nodes, is_prefill_node
+from warmroute.core.messages import RoutingRequest
 from warmroute.core.node import Node
 from warmroute.core.policies.price import BEHIND_SHARE, PricePolicy
 from warmroute.core.policy import Policy
@@ -60,7 +61,7 @@ MAX_PREFILL: Final = 4
 """Prefill nodes that are combined with decode nodes."""
 MAX_DECODE: Final = 4
 """Decode nodes by each of two orders: the cheapest ones, and those with the least context."""
-NEAR: Final = 1.5
+MAX_RATIO_TO_CHEAPEST: Final = 1.5
 """Nodes with a price up to this × the lowest one are among the cheapest."""
 STALL_SCALE_MS: Final = 200.0
 """An answer that stands still for this long costs as much as a first token that comes later by this time."""
@@ -125,9 +126,9 @@ class Pairs:
         if not query.request.may_split:
             return self._without_partner(decision, query, policy)
         if decision.prices is None or not isinstance(policy, PricePolicy) or query.lookup is None:
-            return self._by_load(decision, group) if decision.node.needs_partner else decision
+            return self._by_load(decision, group, query.request) if decision.node.needs_partner else decision
         never = policy.split == "never" and not decision.node.needs_partner
-        if never or query.lookup.special is not None:  # several prompts, or one that the engine truncates
+        if never or query.lookup.batch is not None:  # several prompts, or one that the engine truncates
             return self._without_partner(decision, query, policy)
         engine = decision.node.engine
         trial = next((n for n in group.half_open_prefill if n.needs_trial_request and n.engine == engine), None)
@@ -138,20 +139,20 @@ class Pairs:
         if len({node.engine for node in prefill_nodes.nodes}) > 1:  # the best few are those that can be combined
             engines = {node.engine for node in decision.candidates if node.transfers_kv}
             prefill_nodes = Candidates([node for node in prefill_nodes.nodes if node.engine in engines])
-        if any(node.is_full for node in prefill_nodes.nodes):
-            prefill_nodes = Candidates([node for node in prefill_nodes.nodes if not node.is_full])
+        if any(node.is_full_for(query.request) for node in prefill_nodes.nodes):
+            prefill_nodes = Candidates([n for n in prefill_nodes.nodes if not n.is_full_for(query.request)])
         if not prefill_nodes.nodes:
-            return self._by_load(decision, group) if decision.node.needs_partner else decision
+            return self._by_load(decision, group, query.request) if decision.node.needs_partner else decision
         may_serve_whole = not has_peers and trial is None and query.request.subset is None
         return self._by_price(decision, query, policy, prefill_nodes, may_serve_whole and policy.split != "always")
 
-    def _by_load(self, decision: Decision, group: Group) -> Decision:
+    def _by_load(self, decision: Decision, group: Group, request: RoutingRequest) -> Decision:
         """Find the least loaded prefill node for a decode node that needs one."""
         nodes = _partners(decision.node, group.prefill_nodes.nodes)
         nodes = nodes or _partners(decision.node, group.half_open_prefill)
         if not nodes:
             raise NoNodeAvailable(group.model)
-        nodes = [node for node in nodes if not node.is_full] or nodes
+        nodes = [node for node in nodes if not node.is_full_for(request)] or nodes
         least = min([node.load for node in nodes])
         tied = [node for node in nodes if node.load == least]
         decision.pair = Pair(tied[int(self._random.random() * len(tied))], 0.0)
@@ -286,7 +287,7 @@ class Pairs:
         prices = policy.prices(on_prefill, 1.0)
         tied = prices.least_loaded(prices.cheapest(TIE))
         best = tied[int(self._random.random() * len(tied))]
-        indexes = [best, *[index for index in prices.cheapest(NEAR)[:MAX_PREFILL] if index != best]]
+        indexes = [best, *[index for index in prices.cheapest(MAX_RATIO_TO_CHEAPEST)[:MAX_PREFILL] if index != best]]
         parts = []
         for index in indexes[:MAX_PREFILL]:
             row = Price._make(prices[index])
@@ -320,7 +321,7 @@ class Pairs:
             node, row = part.node, part.row
             if node.engine != engine or node.island != current.island or not node.transfers_kv:
                 continue
-            if node.is_full and node is not current:
+            if node is not current and node.is_full_for(query.request):
                 continue
             if node is pair.prefill_node:  # a mixed one: nothing would be transferred
                 continue
@@ -383,7 +384,7 @@ def _best_decode(prices: Prices, nodes: Sequence[Node], chosen: int) -> Sequence
     if len(nodes) <= 2 * MAX_DECODE:
         return range(len(nodes))
     emptiest = nsmallest(MAX_DECODE, range(len(nodes)), key=lambda index: nodes[index].context_tokens)
-    best = dict.fromkeys((*prices.cheapest(NEAR)[:MAX_DECODE], *emptiest))
+    best = dict.fromkeys((*prices.cheapest(MAX_RATIO_TO_CHEAPEST)[:MAX_DECODE], *emptiest))
     if chosen >= 0:
         best[chosen] = None
     return list(best)

@@ -19,7 +19,7 @@ from warmroute.core.group import Group
 from warmroute.core.messages import RoutingRequest
 from warmroute.core.node import Node
 from warmroute.core.queue_order import (
-    SHARE,
+    OVERDUE_SHARE_OF_PREFILL,
     QueuedRequest,
     QueueOrder,
     RequestsByWork,
@@ -78,7 +78,7 @@ class TenantQueue:
 
     def add(self, queued: QueuedRequest) -> None:
         self.waiting[queued.call.id] = self._by_decision[queued.call.id] = queued
-        queued.key = queued.current_key()
+        queued.key = queued.work_ms()
         queued.note_work(queued.call.request.arrived_s)
         self.by_work.add(queued)
         queued.group.waiting += 1
@@ -101,7 +101,7 @@ class TenantQueue:
         self._by_decision.move_to_end(number)
         queued.decision = decision
         queued.note_work(query.now_s if query is not None else 0.0)
-        key = queued.current_key()
+        key = queued.work_ms()
         if abs(key - queued.key) > KEY_TOLERANCE * queued.key:
             self.by_work.change(queued, key, before)
         elif decision.entry_node is not before:
@@ -124,7 +124,7 @@ class TenantQueue:
 class AdmissionQueue:
     def __init__(self, order: QueueOrder = QueueOrder.GUARANTEED) -> None:
         self._order = order
-        self.guarantee = WaitingGuarantee(SHARE if order is QueueOrder.GUARANTEED else 0.0)
+        self.guarantee = WaitingGuarantee(OVERDUE_SHARE_OF_PREFILL if order is QueueOrder.GUARANTEED else 0.0)
         self.tenants: dict[Key, TenantQueue] = {}
         """Those with queued requests."""
         self.past_work_ms: dict[Key, float] = {}
@@ -336,7 +336,7 @@ class AdmissionQueue:
         by_node: dict[str, Head] = {}
         by_model: dict[str, Head] = {}
         for queued in self.heads():
-            head = queued.call.request.priority, queued.effective_key(now_s), queued.prefill_ms
+            head = queued.call.request.priority, queued.ranked_ms(now_s), queued.prefill_ms
             name, model = queued.decision.entry_node.name, queued.group.model
             if name not in by_node or head < by_node[name]:
                 by_node[name] = head
@@ -420,7 +420,7 @@ class AdmissionQueue:
         if own_key == key:
             price = decision.price
             work_ms = price.prefill if price is not None else 0.0
-            return (work_ms if self._order is not QueueOrder.FIRST_COME else now_s) < queued.effective_key(now_s)
+            return (work_ms if self._order is not QueueOrder.FIRST_COME else now_s) < queued.ranked_ms(now_s)
         if request.priority != key[0]:
             return request.priority < key[0]
         return self._admitted_work_ms(own_key) < self.tenants[key].work_ms

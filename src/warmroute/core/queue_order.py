@@ -47,7 +47,7 @@ class QueuedRequest:
     """In the order in which requests were queued."""
     order: QueueOrder
     version: int = 0
-    """The version of Admission's state that the decision is based on."""
+    """The version of the Admitter's state that the decision is based on."""
     key: float = 0.0
     """Its prefill time, by which it has its place in RequestsByWork. With FIRST_COME the time of its arrival."""
     gains_credit: bool = False
@@ -93,16 +93,16 @@ class QueuedRequest:
         query = self.decision.query
         return query is not None and query.now_s > time_s
 
-    def current_key(self) -> float:
-        """Return the key of its present decision."""
+    def work_ms(self) -> float:
+        """Return the prefill work of the present decision, or the arrival where requests are served in that order."""
         return self.prefill_ms if self.order is not QueueOrder.FIRST_COME else self.call.request.arrived_s
 
-    def effective_key(self, now_s: float) -> float:
-        """Return the key of its present decision, less its credit: of one tenant's requests, the lowest is first."""
-        key = self.current_key()
+    def ranked_ms(self, now_s: float) -> float:
+        """Return the work less what waiting has earned: of one tenant's requests, the lowest is first."""
+        ranked_ms = self.work_ms()
         if self.order is QueueOrder.GUARANTEED:
-            key -= 1000.0 * WAITING_CREDIT * min(max(0.0, now_s - self.call.request.arrived_s), CREDIT_S)
-        return key
+            ranked_ms -= 1000.0 * WAITING_CREDIT * min(max(0.0, now_s - self.call.request.arrived_s), CREDIT_S)
+        return ranked_ms
 
     def note_work(self, now_s: float) -> None:
         """Its decision has changed."""
@@ -330,19 +330,19 @@ def _estimated_ms(waiting: SortedRequests, up_to: float, size: int, group: Group
 
 # The guarantee of queued requests: none waits for ever, whatever its length and whatever else waits.
 #
-# A request whose prefill takes w is due GRACE_S + PATIENCE × w after its arrival. If it still waits then, it is
-# overdue. Overdue requests get, in the order of their arrival, at least SHARE of the prefill time of each node. So a
-# request waits at most
+# A request whose prefill takes w is due GRACE_S + DUE_PER_PREFILL × w after its arrival. If it still waits then, it is
+# overdue. Overdue requests get, in the order of their arrival, at least OVERDUE_SHARE_OF_PREFILL of the prefill time of
+# each node. So a request waits at most
 #
-#     GRACE_S + PATIENCE × w + (L + P / n) / SHARE
+#     GRACE_S + DUE_PER_PREFILL × w + (L + P / n) / OVERDUE_SHARE_OF_PREFILL
 #
 # P is the prefill time of the requests that waited when it arrived, of all priorities and tenants, n the number of
 # nodes that may serve it, and L the longest prefill of a single request. Requests that arrive later cannot delay it
 # further.
 #
-# Each node has a credit, in ms of prefill. Every request that the node gets adds SHARE of its prefill. A request that
-# is admitted by its guarantee takes its prefill away, in equal parts from all nodes that may serve it. A node gives the
-# oldest overdue request that it may serve its turn
+# Each node has a credit, in ms of prefill. Every request that the node gets adds OVERDUE_SHARE_OF_PREFILL of its
+# prefill. A request that is admitted by its guarantee takes its prefill away, in equal parts from all nodes that may
+# serve it. A node gives the oldest overdue request that it may serve its turn
 #
 # - while its credit is not negative, if the node is the cheapest for this request;
 # - when its credit pays for the whole prefill on this node, although another node is cheaper.
@@ -350,12 +350,15 @@ def _estimated_ms(waiting: SortedRequests, up_to: float, size: int, group: Group
 # Without overdue requests no credit is above zero.
 
 GRACE_S: Final = 10.0
-PATIENCE: Final = 2.0
-SHARE: Final = 0.15
+"""Time that every request may wait before it can be overdue: a queue of seconds is served by work alone."""
+DUE_PER_PREFILL: Final = 2.0
+"""A request is due this many times its own prefill later: a long one has to expect a longer wait."""
+OVERDUE_SHARE_OF_PREFILL: Final = 0.15
+"""Overdue requests get at least this share of each node's prefill time. The rest goes by work, which keeps TTFT low."""
 
 
 class WaitingGuarantee:
-    def __init__(self, share: float = SHARE) -> None:
+    def __init__(self, share: float = OVERDUE_SHARE_OF_PREFILL) -> None:
         self._share = share
         """0: no guarantee."""
         self._not_due = SortedRequests()
@@ -380,7 +383,7 @@ class WaitingGuarantee:
         work_ms = queued.prefill_ms
         queued.work = work_ms / queued.decision.node.speed.ms_per_token
         queued.work_ahead, queued.work_on_node = self._work, queued.decision.entry_node.pending_work
-        queued.due_s = queued.call.request.arrived_s + GRACE_S + PATIENCE * work_ms / 1000.0
+        queued.due_s = queued.call.request.arrived_s + GRACE_S + DUE_PER_PREFILL * work_ms / 1000.0
         self._work += queued.work
         self._longest = max(self._longest, queued.work)
         self._not_due.add(queued.due_s, queued)
@@ -458,4 +461,4 @@ class WaitingGuarantee:
         all_nodes_ms_per_token = 1.0 / sum(1.0 / one.speed.ms_per_token for one in nodes)
         longest = max(self._longest, queued.work_on_node)
         turn_ms = longest * ms_per_token + queued.work_ahead * all_nodes_ms_per_token
-        return GRACE_S + (PATIENCE * queued.work * ms_per_token + turn_ms / self._share) / 1000.0
+        return GRACE_S + (DUE_PER_PREFILL * queued.work * ms_per_token + turn_ms / self._share) / 1000.0

@@ -17,7 +17,7 @@ from warmroute.core.fleet import Fleet
 from warmroute.core.group import Candidates, Group, is_outside_subset, within_subset
 from warmroute.core.hot_prefixes import HotPrefixes
 from warmroute.core.island_choice import IslandChoice
-from warmroute.core.messages import Lookup, RoutingRequest, SpecialPrompt
+from warmroute.core.messages import Lookup, PromptBatch, RoutingRequest
 from warmroute.core.node import Node, Ticket
 from warmroute.core.output_length import OutputLengthEstimate
 from warmroute.core.pairs import WHOLE, Pair, Pairs
@@ -27,7 +27,14 @@ from warmroute.core.policy import Policy
 from warmroute.core.prefill_work import work
 from warmroute.core.rejections import MissingModel, NoNodeAvailable, NoNodeInSubset, RoutingError, UnknownModel
 from warmroute.core.routing_context import ContextFit, Query
-from warmroute.core.tickets import DecodeDispatch, Dispatch, OtherPrompts, PrefillDispatch, StoreDispatch, WholeDispatch
+from warmroute.core.tickets import (
+    DecodeTicket,
+    OtherPrompts,
+    PrefillTicket,
+    PromptTicket,
+    StoreTicket,
+    WholeAnswerTicket,
+)
 
 
 class Router:
@@ -80,15 +87,17 @@ class Router:
         self._pairs = Pairs(self._random)
         self._fleet.adapters.reconfigure(pricing.adapter_load_ms)
         self.policy = make_policy(config, pricing, self._cache_view, self.output_lengths, self._random)
-        self._by_route: dict[str, Policy] = {}
+        self.policies_by_route: dict[str, Policy] = {}
         """Policies of the routes that have their own."""
         for route in routes:
             of_route = (route.routing(config), route.pricing(pricing))
             if of_route != (config, pricing):
-                self._by_route[route.name] = make_policy(*of_route, self._cache_view, self.output_lengths, self._random)
+                self.policies_by_route[route.name] = make_policy(
+                    *of_route, self._cache_view, self.output_lengths, self._random
+                )
 
     def policy_of(self, request: RoutingRequest) -> Policy:
-        return self._by_route.get(request.route, self.policy) if self._by_route else self.policy
+        return self.policies_by_route.get(request.route, self.policy) if self.policies_by_route else self.policy
 
     def snapshot(self) -> Router:
         """Return a copy for dry runs. Its decisions do not advance the policies' state."""
@@ -99,7 +108,7 @@ class Router:
         snapshot.on_dispatch = self.on_dispatch
         snapshot._random, snapshot._pairs = self._random, self._pairs
         snapshot.policy = copy(self.policy)
-        snapshot._by_route = {name: copy(policy) for name, policy in self._by_route.items()}
+        snapshot.policies_by_route = {name: copy(policy) for name, policy in self.policies_by_route.items()}
         return snapshot
 
     def decide(self, request: RoutingRequest, now_s: float, lookup: Lookup | None = None) -> Decision:
@@ -125,7 +134,7 @@ class Router:
             uses_last_resort = True
         query = Query(request, candidates, group, now_s, lookup, self._cache_view, now_s)
         try:
-            by_policy = not (self._by_route or group.spans_islands or group.has_roles)
+            by_policy = not (self.policies_by_route or group.spans_islands or group.has_roles)
             decision = self.policy.decide(query) if by_policy else self._choose(query)
         except Exception as error:
             decision = self._decide_by_load(query, error)
@@ -215,8 +224,13 @@ class Router:
     def partner(self, decision: Decision, node: Node, failed: Container[Node]) -> Node | None:
         """Return the least loaded prefill node for a decode node that needs one; None if there is none."""
         query = decision.query
-        nodes = query.group.sort_if_changed().prefill_nodes.nodes if query is not None else ()
-        usable = (one for one in nodes if one.engine == node.engine and one not in failed and not one.is_full)
+        if query is None:
+            return None
+        nodes, request = query.group.sort_if_changed().prefill_nodes.nodes, query.request
+        usable = (
+            one for one in nodes
+            if one.engine == node.engine and one not in failed and not one.is_full_for(request)
+        )  # fmt: skip
         return min(usable, key=attrgetter("load"), default=None)
 
     def decode_node(self, decision: Decision, pair: Pair, current: Node, now_s: float) -> Node:
@@ -226,15 +240,20 @@ class Router:
             return current
         return self._pairs.decode_node(query.repeat(now_s), policy, pair, current)
 
-    def dispatch(
-        self, decision: Decision, node: Node, now_s: float, kind: type[Dispatch] = Dispatch, counted: bool = False
+    def open_ticket(
+        self,
+        decision: Decision,
+        node: Node,
+        now_s: float,
+        kind: type[PromptTicket] = PromptTicket,
+        counted: bool = False,
     ) -> Ticket:
         """Open the ticket of a request on the node that it is sent to: the chosen one or a fallback. `kind`: the node
         may only prefill, or only decode. `counted`: its ticket moves there from a node that did not get the request."""
         query = decision.query
         if self.on_dispatch is not None:
             self.on_dispatch()
-        if query is not None and kind is not PrefillDispatch:
+        if query is not None and kind is not PrefillTicket:
             if (windows := query.group.windows) is not None and not counted:
                 windows.record(self._context_fit.needed(query.request), now_s)
             if query.move_reason is not None and not counted:
@@ -244,42 +263,42 @@ class Router:
                     self._cache_view.lookup_failed(error)
             if query.group.adapter is not None:
                 node.loaded_adapters.mark_used(query.group.model)
-        demand_meter = self.demand_meter if kind is not DecodeDispatch else None
+        demand_meter = self.demand_meter if kind is not DecodeTicket else None
         if query is None or query.lookup is None:
             if demand_meter is not None:
                 demand_meter.record_sent(ASSUMED_PROMPT_TOKENS, 0.0, ASSUMED_PROMPT_TOKENS, node.role == "prefill")
             return Ticket(node, now_s)
         request, lookup, cache_view = query.request, query.lookup, self._cache_view
-        special, others = lookup.special, None
+        batch, others = lookup.batch, None
         try:
             hits = query.known_hits
             hit = (hits if hits is not None else query.hits()).get(node.name)
             prediction = cache_view.record_routed(
-                query.group.model, lookup, node.name, hit, now_s, tell_peers=kind is not DecodeDispatch, counted=counted
+                query.group.model, lookup, node.name, hit, now_s, tell_peers=kind is not DecodeTicket, counted=counted
             )
-            if special is not None and special.others:
-                others = self._predict_others(query, special, node, now_s)
+            if batch is not None and batch.others:
+                others = self._predict_others(query, batch, node, now_s)
         except Exception as error:
             cache_view.lookup_failed(error)
             return Ticket(node, now_s)
-        tokens = lookup.token_count if special is None else special.total_tokens
+        tokens = lookup.token_count if batch is None else batch.total_tokens
         cached = hit.expected if hit is not None else 0.0
         new = tokens - cached
         new_work = work(new, cached) if others is None else others.work(new, cached)
-        if kind is DecodeDispatch:
+        if kind is DecodeTicket:
             new_work = 0.0
         elif query.group.has_roles:
             prefill_ms = new_work * node.speed.ms_per_token
             if prefill_ms > LONG_MS:
                 query.group.long_prompts.record(prefill_ms, now_s)
-            if kind is Dispatch and decision.reason == WHOLE and node is decision.node:
-                kind = WholeDispatch
+            if kind is PromptTicket and decision.reason == WHOLE and node is decision.node:
+                kind = WholeAnswerTicket
         if demand_meter is not None:
             demand_meter.record_sent(tokens, tokens - int(new), new_work, node.role == "prefill")
             if self.hot is not None and prediction is not None:
                 self.hot.record(prediction.chain, prediction.cache.block_size, lookup, now_s)
-        if prediction is not None and prediction.store_tokens and kind is Dispatch and others is None:
-            return StoreDispatch(
+        if prediction is not None and prediction.store_tokens and kind is PromptTicket and others is None:
+            return StoreTicket(
                 request,
                 node,
                 now_s,
@@ -296,11 +315,11 @@ class Router:
             int(new), new_work, hit.tokens if hit is not None else 0, others,
         )  # fmt: skip
 
-    def _predict_others(self, query: Query, special: SpecialPrompt, node: Node, now_s: float) -> OtherPrompts:
+    def _predict_others(self, query: Query, batch: PromptBatch, node: Node, now_s: float) -> OtherPrompts:
         """Record the request's other prompts as sent to the node."""
         record, model = self._cache_view.record_routed, query.group.model
-        predictions = [record(model, other, node.name, None, now_s) for other in special.others]
-        return OtherPrompts(special.prompts, [one for one in predictions if one is not None])
+        predictions = [record(model, other, node.name, None, now_s) for other in batch.others]
+        return OtherPrompts(batch.prompts, [one for one in predictions if one is not None])
 
     def _group(self, request: RoutingRequest) -> Group:
         """Return the group of a request whose model has none by that name. Raises RoutingError."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from warmroute.core.admission import Admission
+from warmroute.core.admission import Admitter
 from warmroute.core.cache_view import CacheView
 from warmroute.core.fleet import Fleet
 from warmroute.core.messages import NodeRow, Tables
@@ -11,7 +11,7 @@ from warmroute.core.router import Router
 
 
 class FleetTables:
-    def __init__(self, fleet: Fleet, router: Router, admission: Admission, cache_view: CacheView) -> None:
+    def __init__(self, fleet: Fleet, router: Router, admission: Admitter, cache_view: CacheView) -> None:
         self._fleet = fleet
         self._router = router
         self._cache_view = cache_view
@@ -55,7 +55,7 @@ class FleetTables:
                 group.model: group.windows.sizes[0] for group in fleet.groups if group.windows is not None
             },
             wants_tokens=router.policy.wants_tokens,
-            route_wants_tokens={name: policy.wants_tokens for name, policy in router._by_route.items()},
+            route_wants_tokens={name: policy.wants_tokens for name, policy in router.policies_by_route.items()},
             chains=self._cache_view.chain_keys,
             keeps_prompts=router.hot is not None and router.hot.keeps_examples,
             starting=self.starting,

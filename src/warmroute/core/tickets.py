@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from warmroute._kernel import TicketState
 from warmroute.core.cache_view import CacheView
-from warmroute.core.group import PATIENCE, Group
+from warmroute.core.group import MAX_RATIO_TO_EXPECTED, Group
 from warmroute.core.messages import Outcome, RoutingRequest
 from warmroute.core.node import Node, Ticket
 from warmroute.core.output_length import OutputLengthEstimate
@@ -15,7 +15,7 @@ from warmroute.core.prediction import Prediction
 from warmroute.core.prefill_work import work
 from warmroute.core.speeds import LATENCY_MS, DecodeSpeed, TransferSpeed
 
-# A dispatch: the ticket of a request whose prompt was looked up, with a prediction of what the node's cache holds.
+# The ticket of a request whose prompt was looked up, with a prediction of what the node's cache holds.
 #
 # opened         the router expects the node to hold the prompt's blocks soon
 # first token    the node holds them
@@ -41,7 +41,7 @@ class OtherPrompts(NamedTuple):
         return work(new, cached, self.prompts)
 
 
-class Dispatch(Ticket):
+class PromptTicket(Ticket):
     __slots__ = (
         "_cache_view", "_decode_speed", "_others", "_output_lengths", "_streams_since_s", "_whole_work", "cached",
         "prediction", "request",
@@ -148,14 +148,14 @@ class Dispatch(Ticket):
 # from it how fast the store is: by how much the first token came later than expected, if the node had no other request.
 
 
-class StoreDispatch(Dispatch):
+class StoreTicket(PromptTicket):
     __slots__ = ("_expected_load_ms", "_load_speed")
 
     def __init__(
         self, request: RoutingRequest, node: Node, now_s: float, cache_view: CacheView,
         output_lengths: OutputLengthEstimate, group: Group, prediction: Prediction, tokens: int, new: int, work: float,
     ) -> None:  # fmt: skip
-        Dispatch.__init__(
+        PromptTicket.__init__(
             self, request, node, now_s, cache_view, output_lengths, group.decode_speed, prediction, tokens, new, work,
             prediction.tokens,
         )  # fmt: skip
@@ -188,32 +188,32 @@ class StoreDispatch(Dispatch):
 # Also the ticket of a request that a prefill node serves alone (core/group.py).
 
 
-class PrefillDispatch(Dispatch):
+class PrefillTicket(PromptTicket):
     __slots__ = ()
     always_streams = True
 
 
-class WholeDispatch(Dispatch):
-    """Of a request that a prefill node serves alone although other nodes could. The node prefills for no other one
-    until the answer ends, or takes much longer than expected."""
+class WholeAnswerTicket(PromptTicket):
+    """The ticket of a request that a prefill node serves alone although other nodes could. The node prefills for no
+    other one until the answer ends, or takes much longer than expected."""
 
     __slots__ = ("_counted",)
 
     def __init__(self, *arguments: Any) -> None:
-        Dispatch.__init__(self, *arguments)
+        PromptTicket.__init__(self, *arguments)
         node, request, decode_speed = self.node, self.request, arguments[5]
         self._counted = True
         node.whole_answers += 1
         output = self._output_lengths.expected(request.model, request.tenant, request.max_output_tokens)
         answer_ms = output * decode_speed.token_ms(self.tokens) * node.speed.factor
-        until_s = self.opened_s + PATIENCE * (self.expected_ttft_ms + answer_ms) / 1000.0
+        until_s = self.opened_s + MAX_RATIO_TO_EXPECTED * (self.expected_ttft_ms + answer_ms) / 1000.0
         node.blocked_until_s = max(node.blocked_until_s, until_s)
 
     def close(self, outcome: Outcome, now_s: float) -> None:
         if self._counted:
             self._counted = False
             self.node.whole_answers -= 1
-        Dispatch.close(self, outcome, now_s)
+        PromptTicket.close(self, outcome, now_s)
 
     def first_token(self, now_s: float, served: bool = True) -> None:
         if self.prediction is not None and self.prediction.store_tokens:  # loading says nothing about prefilling
@@ -221,18 +221,19 @@ class WholeDispatch(Dispatch):
             if served:
                 self._cache_view.first_token(self.prediction, now_s)
         else:
-            Dispatch.first_token(self, now_s, served)
+            PromptTicket.first_token(self, now_s, served)
 
 
-class DecodeDispatch(Dispatch):
-    """Its memory is taken from the beginning. Its context slows down the node's batch only once it decodes."""
+class DecodeTicket(PromptTicket):
+    """The ticket on the decode node of a pair. It takes the node's KV memory from the beginning. Its context slows down
+    the node's batch only once the node decodes."""
 
     __slots__ = ("_held_tokens",)
     always_streams = True
 
     def __init__(self, *arguments: Any) -> None:
         self._held_tokens = 0
-        Dispatch.__init__(self, *arguments)
+        PromptTicket.__init__(self, *arguments)
 
     def hold(self) -> None:
         """The node has to wait for the KV cache."""
@@ -255,7 +256,7 @@ class DecodeDispatch(Dispatch):
         """KV tokens that the node is expected to lack."""
         return self._new_tokens
 
-    def take_counts(self, before: DecodeDispatch) -> None:
+    def take_counts(self, before: DecodeTicket) -> None:
         """Take over what was counted for the request when its ticket was on another node."""
         ours, theirs = self.prediction, before.prediction
         if ours is not None and theirs is not None:
@@ -263,7 +264,7 @@ class DecodeDispatch(Dispatch):
 
     def close(self, outcome: Outcome, now_s: float) -> None:
         self._end_hold()
-        Dispatch.close(self, outcome, now_s)
+        PromptTicket.close(self, outcome, now_s)
 
     def first_token(self, now_s: float, served: bool = True) -> None:
         TicketState.first_token(self, now_s, False)

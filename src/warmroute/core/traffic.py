@@ -11,7 +11,7 @@ from warmroute._kernel import TIME_BOUNDS_MS, RouteTraffic, TokenTraffic, Traffi
 from warmroute.core.hot_prefixes import PopularPrefixes
 from warmroute.core.messages import Usage
 from warmroute.core.node import Node, Ticket
-from warmroute.core.tickets import Dispatch
+from warmroute.core.tickets import PromptTicket
 
 if TYPE_CHECKING:
     from warmroute.core.calls import Call
@@ -67,7 +67,7 @@ class Traffic:
         if recorder is None:
             recorder = self._recorder(model, request.route, request.tenant, node)
         predicted = None
-        if isinstance(ticket, Dispatch):
+        if isinstance(ticket, PromptTicket):
             predicted = ticket.cached
             if now_s >= self.prefixes.next_sample_s:
                 self.prefixes.sample(

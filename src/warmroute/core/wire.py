@@ -297,9 +297,9 @@ def hash_for(lookup: Lookup, tables: Tables, model: str) -> None:
     """Compute the hashes that the brain looks up, and drop the tokens that it does not need."""
     for base, lora, block_size in tables.chains.get(model, ()):
         lookup.blocks(base, lora, block_size)
-    special = lookup.special
-    if special is not None:
-        for other in special.others:
+    batch = lookup.batch
+    if batch is not None:
+        for other in batch.others:
             hash_for(other, tables, model)
     if not tables.keeps_prompts:
         lookup.tokens = b""

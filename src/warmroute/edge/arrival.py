@@ -14,7 +14,7 @@ from typing import Any, Final
 from warmroute._kernel import MAX_LOOP_BYTES, TOKEN_BYTES, BadBody, Outline, RequestHead
 from warmroute.config import Config
 from warmroute.config.routing import HIGH, LOW, NORMAL, PRIORITY_NUMBERS, Routes
-from warmroute.core.messages import Lookup, RoutingRequest, SpecialPrompt, Tables
+from warmroute.core.messages import Lookup, PromptBatch, RoutingRequest, Tables
 from warmroute.edge import errors
 from warmroute.edge.http1 import form_boundary
 from warmroute.edge.trace_context import EdgeTrace
@@ -427,9 +427,9 @@ def lookup_of(prompt: Prompt, cache_group: str) -> Lookup:
     if truncated or prompt.skips_cache or prompt.others:
         others = tuple([lookup_of(other, cache_group) for other in prompt.others])
         prompts = 1 + len(others) + prompt.unread_prompts
-        lookup.special = SpecialPrompt(prompt.skips_cache, others, prompts, prompt.total_tokens)
+        lookup.batch = PromptBatch(prompt.skips_cache, others, prompts, prompt.total_tokens)
         for other in others:
-            other.special = SpecialPrompt(prompt.skips_cache, total_tokens=other.token_count)
+            other.batch = PromptBatch(prompt.skips_cache, total_tokens=other.token_count)
     return lookup
 
 

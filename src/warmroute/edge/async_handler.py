@@ -133,17 +133,17 @@ class AsyncHandler:
     def __init__(
         self,
         answer: Answer,
-        admit: Callable[[RequestHead], None] = lambda _head: None,
+        check_head: Callable[[RequestHead], None] = lambda _head: None,
         client_errors: ClientErrors | None = None,
     ) -> None:
-        """`admit` raises HttpError for a head that it rejects. `client_errors` counts wrong tokens."""
+        """`check_head` raises HttpError for a head that it rejects. `client_errors` counts wrong tokens."""
         self._answer = answer
-        self._admit = admit
+        self._check_head = check_head
         self._client_errors = client_errors
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def admit(self, head: RequestHead) -> Rights:
-        self._admit(head)
+    def check_head(self, head: RequestHead) -> Rights:
+        self._check_head(head)
         return NO_RIGHTS
 
     def serve(self, client: ClientConnection, head: RequestHead, body: bytes) -> None:

@@ -524,7 +524,7 @@ class ClientConnection:
         length = head.length
         complete = 0 <= length <= have
         try:
-            self.rights = rights = listener.handler.admit(head)
+            self.rights = rights = listener.handler.check_head(head)
             self._body.tenant = rights.body_tenant
             if length > limits.body_bytes:
                 raise errors.body_too_large(limits.body_bytes)
@@ -793,7 +793,7 @@ class Exchange(Protocol):
 
 
 class Handler(Protocol):
-    def admit(self, head: RequestHead) -> Rights:
+    def check_head(self, head: RequestHead) -> Rights:
         """Check a request's head before its body is read. Return what the request may do. Raises HttpError."""
 
     def serve(self, client: ClientConnection, head: RequestHead, body: bytes) -> None:

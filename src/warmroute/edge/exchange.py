@@ -209,7 +209,9 @@ class Exchange:
         if self._handovers is None:
             self._handovers = {}
         self._handovers[command.try_] = handover
-        body = splice(self.body, outline, handover.protocol.prefill_fields(outline.fields, row, handover.room))
+        body = splice(
+            self.body, outline, handover.protocol.prefill_fields(outline.fields, row, handover.bootstrap_room)
+        )
         return PrefillTry(self, command, pool, body, handover)
 
     def _decode_try(self, command: Send, pool: ConnectionPool) -> NodeTry | None:
@@ -219,7 +221,7 @@ class Exchange:
             self._unknown(command, _UNKNOWN_KV_CACHE)
             return None
         fields = handover.protocol.decode_fields(
-            outline.fields, handover.prefill_node, handover.room, handover.transfer
+            outline.fields, handover.prefill_node, handover.bootstrap_room, handover.transfer
         )  # fmt: skip
         return DecodeTry(self, command, pool, splice(self.body, outline, fields))
 

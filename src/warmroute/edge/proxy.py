@@ -281,7 +281,7 @@ class Proxy:
 
     # Before the body is read.
 
-    def admit(self, head: RequestHead) -> Rights:
+    def check_head(self, head: RequestHead) -> Rights:
         """Return what the request may do. Raises HttpError."""
         target = head.target
         if target in FORWARDED:

@@ -171,12 +171,12 @@ def _reason(status: int, reader: Reader) -> str:
 class KvHandover:
     """The KV cache that a prefill try leaves to a decode try."""
 
-    __slots__ = ("prefill_node", "protocol", "room", "transfer")
+    __slots__ = ("bootstrap_room", "prefill_node", "protocol", "transfer")
 
-    def __init__(self, protocol: KvTransfer, prefill_node: NodeRow, room: int) -> None:
+    def __init__(self, protocol: KvTransfer, prefill_node: NodeRow, bootstrap_room: int) -> None:
         self.protocol = protocol
         self.prefill_node = prefill_node
-        self.room = room
+        self.bootstrap_room = bootstrap_room
         """A random number with which the two engines find each other."""
         self.transfer: bytes | None = None
         """What the prefill node's answer says about its KV cache."""

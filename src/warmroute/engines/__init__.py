@@ -1,16 +1,14 @@
 """What the engines say: which engine a node runs, its load, its KV events, its KV transfers; discovery of nodes.
 
-    vllm.py, sglang.py, trtllm.py   all that is special about one engine
+    engine.py              what the router knows of an engine; vllm.py, sglang.py and trtllm.py have it of one each
     node_watcher.py        health, models, load and events of each node, read with jitter
     kv_events.py           KV events: payloads, gaps, restarts, applied to a node's cache; no I/O
     kv_subscription.py     where a node publishes them, and a connection for each rank; zmtp.py is ZMQ's protocol
     block_reports.py       the same by push, for engines without KV events
     discovery/             nodes that somebody else starts: files, DNS, Kubernetes
 
-To add an engine, write a file like vllm.py: `parse_load` and `MARKERS` for its metrics page, and a KvTransfer
-(core/messages.py) if it can prefill for other nodes. Name it in `_ENGINES` and `KV_TRANSFERS` below, in
-`NodeConfig.engine` and `DiscoveryConfig.engine` (config/nodes.py), in engine_flags.py, in `_OWNERS` of
-app/doctor/answers.py, and in CHAT_ENGINES or TEXT_ENGINES of app/models.py if it has a /tokenize.
+To add an engine, write a file like vllm.py with its Engine (engine.py), and name it in ENGINES below and in EngineName
+(config/nodes.py).
 
 This file also reads /v1/models, for all engines: `read_cards` and `parse_model_cards`.
 """
@@ -21,48 +19,45 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from warmroute.core.messages import KvTransfer
-from warmroute.core.node import LoadReport, Node
+from warmroute.core.node import Node
 from warmroute.core.reported_values import MAX_MODELS, MAX_NAME_LENGTH, ReportedValues, decode_json
 from warmroute.engines import sglang, trtllm, vllm
-from warmroute.engines.sglang import SglangKvTransfer
-from warmroute.engines.trtllm import TrtllmKvTransfer
-from warmroute.engines.vllm import VllmKvTransfer
+from warmroute.engines.engine import Engine
 
-# Detects which engine a node runs, and finds the parser of its metrics page.
+# The engines by the name that the configuration has for them, in the order of detection.
 
-_ENGINES = {"vllm": vllm, "sglang": sglang, "trtllm": trtllm}
+ENGINES: Final[dict[str, Engine]] = {"vllm": vllm.ENGINE, "sglang": sglang.ENGINE, "trtllm": trtllm.ENGINE}
+_NAMES: Final = [f'"{name}"' for name in ENGINES]
+ENGINE_LINE: Final = f"engine = {_NAMES[0]}  # or {', '.join(_NAMES[1:])}"
+"""A line for [[nodes]]."""
+_UNKNOWN: Final = Engine(
+    title="",
+    # Every engine that the router detects by its page has it at the first path.
+    metrics_paths=tuple(dict.fromkeys(path for engine in ENGINES.values() for path in engine.metrics_paths)),
+    to_publish_kv_events=vllm.ENGINE.to_publish_kv_events.replace("vLLM", "the engine, if it is vLLM,"),
+    to_report_load=f"Name the engine in [[nodes]]: engine = {', '.join(_NAMES[:-1])} or {_NAMES[-1]}",
+)
+KV_TRANSFERS: Final[dict[str, KvTransfer]] = {
+    name: engine.kv_transfer for name, engine in ENGINES.items() if engine.kv_transfer is not None
+}
 
 
-def metrics_paths(engine: str) -> tuple[str, ...]:
-    """Return where an engine may have its metrics page, the likeliest path first."""
-    if engine == "trtllm":
-        return trtllm.PROMETHEUS_PATH, "/metrics"
-    return ("/metrics", trtllm.PROMETHEUS_PATH) if engine == "auto" else ("/metrics",)
+def engine_of(name: str) -> Engine:
+    """Return an engine by its name; one that says nothing for `auto`, and for an engine that is not known."""
+    return ENGINES.get(name, _UNKNOWN)
 
 
 def detect_engine(page: bytes) -> str | None:
     """Return the engine that wrote a metrics page."""
-    found = (name for name, engine in _ENGINES.items() if any(marker in page for marker in engine.MARKERS))
+    found = (name for name, engine in ENGINES.items() if any(marker in page for marker in engine.markers))
     return next(found, None)
 
 
 def engine_of_cards(cards: Sequence[Mapping[str, object]]) -> str | None:
-    """Return the engine that wrote a list of models, if the list names TensorRT-LLM: its metrics page may be empty."""
-    return "trtllm" if any(card.get("owned_by") == trtllm.OWNER for card in cards) else None
-
-
-def parse_load(engine: str, page: bytes) -> LoadReport | None:
-    """Return what a metrics page reports; None if the router cannot read the pages of this engine."""
-    return _ENGINES[engine].parse_load(page) if engine in _ENGINES else None
-
-
-# The KV transfer protocols by engine.
-
-KV_TRANSFERS: Final[dict[str, KvTransfer]] = {
-    "vllm": VllmKvTransfer(),
-    "sglang": SglangKvTransfer(),
-    "trtllm": TrtllmKvTransfer(),
-}
+    """Return the engine that wrote a list of models, if the list is enough to know it."""
+    owners = {card.get("owned_by") for card in cards}
+    found = (name for name, engine in ENGINES.items() if engine.detected_by_owner and engine.owner in owners)
+    return next(found, None)
 
 
 # Parses a node's /v1/models: the base model whose blocks its cache holds, its aliases and its adapters. No I/O.
@@ -108,6 +103,7 @@ def parse_model_cards(cards: Sequence[dict[str, Any]]) -> ServedModels | None:
     bases = [card for card in cards if not card.get("parent")]
     if not bases:
         return None
+    # An engine serves one base model, under a few names. KV events do not say to which base a block belongs.
     base = bases[0]
     root = base.get("root")
     aliases = tuple(card["id"] for card in bases[1:] if root and card.get("root") == root)

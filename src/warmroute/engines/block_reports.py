@@ -30,7 +30,7 @@ MAX_BLOCKING_S: Final = 0.002
 """Time after which other tasks get a turn."""
 
 Hash = int | Annotated[str, Meta(min_length=1, max_length=64)]
-"""Text is for engines whose hashes are longer than 64 bits."""
+"""A block's hash. Text is for engines whose hashes are longer than 64 bits."""
 TierName = Literal["gpu", "cpu", "disk", "remote"]
 
 
@@ -59,7 +59,7 @@ class Report(_Part, frozen=True):
     snapshot: bool = False
     cleared: bool = False
     removed: list[RemovedBlocks | Hash] = []
-    """A hash alone is a block that left the GPU."""
+    """What the node evicted. A hash alone is a block that left the GPU."""
     stored: list[StoredBlocks] = []
 
 
@@ -78,7 +78,9 @@ class BlockReports:
         self._cache_view = cache_view
         self._now = now
         self._progress: WeakKeyDictionary[NodeCache, dict[int, _Progress]] = WeakKeyDictionary()
-        """By cache and rank."""
+        """The last report of each rank, by cache. Weak, so that a removed node takes its entry along."""
+        # A report yields to the event loop in the middle. The next report of the same node must not be applied in
+        # between.
         self._lock = asyncio.Lock()
 
     async def apply(self, name: str, body: bytes) -> dict[str, int]:
@@ -113,6 +115,8 @@ class BlockReports:
         if report.snapshot:
             cache.add_rank(report.rank)
             progress = by_rank[report.rank] = _Progress(cache.generation)
+        # The cache was purged since (the engine restarted, or changed its model): what the last report built on is
+        # gone.
         elif progress is None or progress.generation != cache.generation:
             raise _snapshot_required("there is no earlier report")
         elif report.sequence != progress.sequence + 1:
@@ -148,6 +152,8 @@ class BlockReports:
         cache.set_complete(rank, True)
         cache.last_contact_s = self._now()
 
+    # Half of a report is applied when its error shows. The other half is unknown, so nothing of this rank can be
+    # trusted.
     def _discard(self, cache: NodeCache, rank: int) -> None:
         self._progress.get(cache, {}).pop(rank, None)
         if rank in cache.ranks:

@@ -29,10 +29,11 @@ from warmroute.event_log import EventLog
 # small; the C kernel checks token ids and the length of hashes.
 
 MAX_EVENTS: Final = 1 << 18
-"""Of one payload."""
+"""Events of one payload. A payload with more is unreadable."""
 MAX_TOKENS: Final = 1 << 21
-"""Of one event."""
+"""Tokens of one event: more than any context window."""
 MAX_EXTRA_KEYS_BYTES: Final = 1 << 20
+"""They are hashes of images and names of adapters: a few hundred bytes for each block."""
 NO_EXTRA_KEYS: Final = msgspec.Raw(b"\xc0")
 
 
@@ -60,7 +61,7 @@ class _StoredFields(Struct, gc=False):
 
 class BlockStored(_StoredFields, tag="BlockStored", tag_field="type", gc=False):
     locality: str | None = None
-    """LOCAL or REMOTE, as the engine sees it."""
+    """Where the blocks are, as the engine sees it: LOCAL or REMOTE."""
     cache_salt: str | None = None
 
 
@@ -95,7 +96,8 @@ class Batch(Struct, array_like=True, gc=False):
     rank: int | None = None
 
 
-# The same as arrays.
+# The same events as arrays: vLLM before 0.24 and SGLang. A union of both forms in one decoder is not possible: a tag
+# is either a field or the first element.
 
 
 class _StoredArray(_StoredFields, tag="BlockStored", array_like=True, gc=False):
@@ -129,6 +131,7 @@ def decode_batch(payload: bytes) -> Batch:
     try:
         return _maps.decode(payload)
     except msgspec.ValidationError as error:
+        # It is msgpack, but not with maps: older engines send arrays. Any other error is no msgpack at all.
         not_maps = str(error)
     except (ValueError, RecursionError) as error:
         raise BadPayload(_reason(error)) from None
@@ -207,7 +210,7 @@ _TIERS: Final = {
 class Applied(enum.IntEnum):
     DONE = 0
     CLEARED = 1
-    """The cache is empty: from here on the events cover everything in it."""
+    """The cache is empty. From here on, the events cover everything in it."""
     ORPHANED = 2
     """The block's parent is unknown, or the event is inconsistent: earlier events were lost."""
 
@@ -256,6 +259,7 @@ class KvEventApplier:
             self._store_known(event.block_hashes, tier)
             return Applied.DONE
         if self.block_size and event.block_size != self.block_size:
+            # vLLM publishes parts of blocks for some kinds of layers. Prompts are matched by whole blocks.
             return Applied.DONE  # part of a block
         if tier is not Tier.GPU:
             self._store_offloaded(event, tier)
@@ -309,7 +313,8 @@ class KvEventApplier:
 # Limits the memory of one node's KV events between their arrival and their application.
 
 NODE_BYTES: Final = 64 << 20
-"""For all ranks of a node. An engine's messages are kilobytes, and the router applies them within milliseconds."""
+"""Memory for the KV events of all ranks of a node. An engine's messages are kilobytes, and the router applies them
+within milliseconds."""
 
 
 @dataclass(slots=True, eq=False)
@@ -356,20 +361,20 @@ class EventSequence(Generic[Payload]):
         self.next_number = 0
         self._started = False
         self._from_start = False
-        """Read from its first message on, or from a moment at which the cache was empty."""
+        """Whether the stream was read from its first message on, or from a moment at which the cache was empty."""
         self._reread = False
-        """Everything has to be read again, from message 0."""
+        """Whether everything has to be read again, from message 0."""
         self._held: dict[int, Payload] = {}
         """Messages that arrived while an earlier one was missing."""
         self._replayed: dict[int, int] = {}
-        """Number → hash of replayed messages, which may still arrive live."""
+        """Hash of each replayed message by its number. The message may still arrive live."""
         self._replay_start = 0
         self._replay_answered = False
         self._replay_cut_off = False
-        """The last replay brought messages, but not its end."""
+        """Whether the last replay brought messages, but not its end."""
         self.replaying = False
         self.incomplete = False
-        """Messages were lost for good since the cache was last empty or the engine started."""
+        """Whether messages were lost for good since the cache was last empty or the engine started."""
 
     @property
     def complete(self) -> bool:
@@ -386,6 +391,7 @@ class EventSequence(Generic[Payload]):
     def receive(self, number: int, payload: Payload) -> None:
         """Handle a live message."""
         if number < self.next_number:
+            # The same number with another content is a new process, which counts from 0 again.
             if number in self._replayed and self._replayed.pop(number) == hash(payload):
                 return  # the replay was ahead of it
             self._restart()
@@ -411,6 +417,7 @@ class EventSequence(Generic[Payload]):
             return
         if number > self.next_number:
             if not is_first:
+                # ROUTER sockets drop messages beyond their high-water mark.
                 self._hold(number, payload)  # the engine's socket dropped messages in the middle of the replay
                 return
             self.lose()
@@ -448,7 +455,7 @@ class EventSequence(Generic[Payload]):
             self._take(number, self._release(number))
 
     def restart(self) -> None:
-        """Forget everything, and a running replay: something else shows that the engine runs as a new process."""
+        """Forget everything, also a running replay: a poll has shown that the engine runs as a new process."""
         self.replaying = False
         self._restart()
 
@@ -518,6 +525,7 @@ EVENTS_PER_CHECK: Final = 16
 REREAD_INTERVAL_S: Final = 60.0
 """Minimum time between two rereads of a stream whose events contradict each other, and between two warnings."""
 DELAY_WINDOW_S: Final = 60.0
+"""Clocks drift and are set. What was least more than two windows ago says nothing about now."""
 START_TIME_ERROR_S: Final = 2.0
 """How much a process's reported start time may be too early: kernels count it from a boot time in whole seconds."""
 
@@ -564,7 +572,7 @@ class RankEvents(Generic[Payload]):
         self._wall = wall
         self._queue: deque[Payload] = deque()
         self._events: Iterator[Event] | None = None
-        """The rest of the message that is being applied."""
+        """The events of the current message that are not applied yet."""
         self._decode = new_decoder()
         self._applier = KvEventApplier(cache, rank)
         self._delays = LeastDelay()
@@ -595,7 +603,7 @@ class RankEvents(Generic[Payload]):
         self.sequence.receive(number, payload)
 
     def restart(self) -> None:
-        """Something else than a message shows a new process, or another model."""
+        """Forget everything: a poll has shown a new process or another model."""
         self.sequence.restart()
         self.renumbered_s = NEVER_S
 
@@ -611,6 +619,8 @@ class RankEvents(Generic[Payload]):
                 applied = self._applier.apply(event)
                 if applied is not Applied.DONE and self._handle(applied):
                     break
+                # An event may have a million tokens, so checks go by events that are usually small, and a slice may run
+                # over.
                 if done % EVENTS_PER_CHECK == 0 and time.monotonic() >= until_s:
                     return True
             self._events = None
@@ -618,7 +628,8 @@ class RankEvents(Generic[Payload]):
                 return True
 
     def is_current(self, started_s: float, polled_s: float) -> bool:
-        """Whether its events are those of a process that started at `started_s` (see NodeKvEvents.restarted)."""
+        """Return whether the rank's events are those of a process that started at `started_s` (see
+        NodeKvEvents.restarted)."""
         sent_s = self.first_sent_s
         if sent_s is not None and sent_s >= started_s + START_TIME_ERROR_S:
             return True
@@ -639,6 +650,7 @@ class RankEvents(Generic[Payload]):
                     "kv_events_unreadable", "The router forgets this node's cached blocks: events are lost.",
                     **self.log_fields, reason=str(error),
                 )  # fmt: skip
+            # `lose` forgets the queue, too. The messages behind the unreadable one are still good.
             after = list(self._queue)
             self.sequence.lose()
             self._queue.extend(after)
@@ -684,7 +696,7 @@ class NodeKvEvents:
 
     @property
     def block_size(self) -> int:
-        """Block size of its events; 0 before the first."""
+        """Block size of the node's events; 0 before the first."""
         return next((rank.block_size for rank in self.ranks.values()), 0)
 
     @property

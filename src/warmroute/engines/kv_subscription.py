@@ -18,7 +18,7 @@ from warmroute.core.health import HealthState
 from warmroute.core.node import Node
 from warmroute.core.node_cache import NodeCache
 from warmroute.core.reported_values import MAX_RANKS, MAX_SEQUENCE_NUMBER, ReportedValues, decode_json
-from warmroute.engines import Get, Post, trtllm, zmtp
+from warmroute.engines import Get, Post, engine_of, trtllm, zmtp
 from warmroute.engines.kv_events import BadPayload, ByteBudget, NodeKvEvents, RankEvents, decode_batch, sent_time_s
 from warmroute.engines.zmtp import DEALER, SUB, ZmtpConnection
 from warmroute.event_log import EventLog
@@ -26,7 +26,7 @@ from warmroute.event_log import EventLog
 # Parses where a node publishes its KV events, from its engine's HTTP responses or the configuration. No I/O.
 
 _HOST: Final = re.compile(r"(?:[A-Za-z0-9._-]{1,253}|[0-9A-Fa-f:.]{2,45}(?:%[A-Za-z0-9._-]{1,32})?)\Z")
-"""A name, an IPv4 address, or an IPv6 address without brackets."""
+"""A host: a name, an IPv4 address, or an IPv6 address without brackets."""
 _ANY_ADDRESS: Final = frozenset({"", "*", "0.0.0.0", "::"})
 
 
@@ -36,7 +36,7 @@ class KvEndpoint(NamedTuple):
     rank: int
     endpoint: str
     replay: str
-    """Empty if the engine replays nothing."""
+    """Endpoint of the replays; empty if the engine replays nothing."""
 
 
 class ServerInfo(NamedTuple):
@@ -54,6 +54,7 @@ def reachable_endpoint(endpoint: Any, host: str, offset: int = 0) -> str:
     name = name.strip("[]")
     if not port.isdecimal() or len(port) > 5 or not 0 < int(port) + offset < 65536:
         return ""
+    # Engines print the address that they bind, which is that of their own machine or Pod.
     if name in _ANY_ADDRESS or is_loopback(name):
         name = host
     if not _HOST.match(name):
@@ -133,7 +134,7 @@ log = EventLog("warmroute.engines")
 SLICE_S: Final = 0.002
 """Time for messages in one iteration of the event loop."""
 MAX_SHARE: Final = 0.2
-"""Share of the event loop's time for messages that take longer than a slice."""
+"""Messages that take longer than a slice get at most this share of the event loop's time."""
 REPLAY_TIMEOUT_S: Final = 2.0
 """How long to wait for the first message of a replay."""
 REPLAY_PAUSE_S: Final = 0.2
@@ -146,7 +147,8 @@ MAX_REPLAYS: Final = 60
 """Replays that may follow each other at once. One more is allowed each second: an engine whose numbers jump back and
 forth must not keep the router busy."""
 _END_OF_REPLAY: Final = b"\xff" * 8
-_SUBSCRIBE_TO_ALL: Final = zmtp.encode(b"\x01")
+SUBSCRIBE_TO_ALL: Final = zmtp.encode(b"\x01")
+"""The subscription to every topic: engines name theirs after their address and model."""
 
 Task = Callable[[float], bool]
 """Work until a moment of `time.monotonic`. Return whether work is left."""
@@ -221,7 +223,8 @@ class KvSubscription:
         self._replays_left = float(MAX_REPLAYS)
         self._replays_counted_s = time.monotonic()
         self._closed = False
-        self._live = self._connect(SUB, endpoint, _SUBSCRIBE_TO_ALL, self._catch_up_soon)
+        # The subscription first, then the replay: a message between the two arrives twice, not never.
+        self._live = self._connect(SUB, endpoint, SUBSCRIBE_TO_ALL, self._catch_up_soon)
         self.read_from_start()
 
     def _connect(
@@ -382,7 +385,9 @@ LAST_RETRY_S: Final = 60.0
 REDISCOVERY_S: Final = 30.0
 """Interval of discovery for a node that publishes events."""
 POLL_S: Final = 0.15
+"""Pause between two polls of TensorRT-LLM. Its event buffer is bounded, and events that nobody reads are lost."""
 TIMEOUT_S: Final = 2.0
+"""A busy engine answers slowly. The subscriptions stay meanwhile."""
 
 
 @dataclass(eq=False)
@@ -408,7 +413,7 @@ class KvEventClient:
 
     @property
     def block_size(self) -> int:
-        """From its events or its /server_info; 0 if neither contains it."""
+        """Block size from the node's events or its /server_info; 0 if neither contains it."""
         return self._events.block_size or self._page_size
 
     @property
@@ -475,9 +480,10 @@ class KvEventClient:
         """Subscribe to what the node publishes. Return False if that is nothing, or if the node did not answer."""
         node = self._node
         setting = node.config.kv_events if self._enabled() else "off"
-        if node.engine == "trtllm" and setting == "auto":
+        engine = engine_of(node.engine)
+        if setting == "auto" and engine.why_no_subscription:
             self._subscribe([])
-            self._polls = True
+            self._polls = engine.polls_kv_events
             return True
         self._stop_polling()
         if setting == "off":
@@ -498,6 +504,8 @@ class KvEventClient:
         try:
             status, body = await self._get(node, "/kv_event_sources", TIMEOUT_S)
             endpoints = parse_event_sources(body, node.host, node.reported) if status == 200 else []
+            # The paths of each engine answer 404 in the others. vLLM is the one engine that surely has no /server_info
+            # of this form.
             if not endpoints and node.engine != "vllm":
                 status, body = await self._get(node, "/server_info", TIMEOUT_S)
                 if status == 200:
@@ -541,6 +549,8 @@ class KvEventClient:
         for rank, subscription in list(self._subscriptions.items()):
             endpoint = wanted.get(rank)
             if endpoint is not None and subscription.endpoints == (endpoint.endpoint, endpoint.replay):
+                # Discovery runs every 30 s. A message that was lost without a successor (the engine is idle now) is
+                # found here.
                 subscription.catch_up()
                 continue
             subscription.close()
@@ -621,6 +631,7 @@ async def apply_polled(
         if rank is None:
             rank = node.ranks[number] = RankEvents(node.cache, number, lambda: trtllm.EventConverter().convert, now=now)
         rank.receive(event.event_id, event)
+        # A polled event that is missing was taken by another consumer, or fell out of the buffer: there is no replay.
         rank.sequence.skip_missing()
         while rank.work(until_s):
             await asyncio.sleep(0)

@@ -23,9 +23,8 @@ from warmroute.engines import (
     Post,
     ServedModels,
     detect_engine,
+    engine_of,
     engine_of_cards,
-    metrics_paths,
-    parse_load,
     parse_model_cards,
     read_cards,
 )
@@ -36,7 +35,7 @@ from warmroute.event_log import EventLog
 log = EventLog("warmroute.engines")
 
 MODELS_INTERVAL_S = 30.0
-"""Time between two reads of a node's /v1/models."""
+"""Time between two reads of a node's /v1/models. Adapters are loaded at run time."""
 
 
 class NodeWatcher:
@@ -65,7 +64,7 @@ class NodeWatcher:
         self._post = post
         self._on_models = on_models
         self._scheduler: SliceScheduler | None = None
-        """Made in the event loop, with the first node."""
+        """Shared by all nodes. Made with the first node, because it needs the running event loop."""
         self._tasks: dict[Node, list[asyncio.Task[None]]] = {}
         self._kv_clients: dict[Node, KvEventClient] = {}
         self._served: dict[Node, ServedModels] = {}
@@ -125,6 +124,7 @@ class NodeWatcher:
             self.unwatch(node)
 
     async def _pause(self, seconds: float) -> None:
+        # Jitter: hundreds of nodes that were added at once must not be asked at once for ever.
         await asyncio.sleep(seconds * (0.8 + 0.4 * self._random.random()))
 
     async def _keep_running(self, node: Node, watch: Callable[[Node], Awaitable[None]]) -> None:
@@ -165,10 +165,12 @@ class NodeWatcher:
             self._fleet.check_failed(node, self._now(), str(error))
             return None
         except (TimeoutError, ConnectionError):
+            # A slow /health under load is no failure while the node sends bytes of its responses (busy is not dead).
             self._fleet.check_timed_out(node, self._now(), self._last_byte_s(node))
             return None
         except OSError:
             return None  # this machine lacks a resource, which says nothing about the node
+        # 401, 404 and 429 come from an engine that runs. Only 5xx says that it cannot serve.
         if status >= 500:
             self._fleet.check_failed(node, self._now(), f"health check returned status {status}")
             return None
@@ -181,6 +183,8 @@ class NodeWatcher:
         except (OSError, ValueError):
             cards = None
         if cards is None:
+            # The health check repeats this each second while the models are unknown: one line each half minute is
+            # enough.
             since_warning_s = self._now() - self._warned_s.get(node.name, -1e9)
             if node.models is None and since_warning_s >= MODELS_INTERVAL_S:
                 self._warned_s[node.name] = self._now()
@@ -224,7 +228,8 @@ class NodeWatcher:
             await self._pause(polling.interval_s)
 
     def _warn_of_unknown_engine(self, node: Node) -> None:
-        """Once the node was asked for its models and its metrics: a node in a pair needs its engine's protocol."""
+        """Warn once, after the node was asked for its models and its metrics, that its engine is unknown: a node in a
+        pair needs its engine's protocol."""
         if node.engine != "auto" or node.role == "mixed" or node not in self._checked or node in self._warned_engine:
             return
         self._warned_engine.add(node)
@@ -237,7 +242,7 @@ class NodeWatcher:
         )
 
     async def _request_load(self, node: Node) -> None:
-        for path in metrics_paths(node.engine):
+        for path in engine_of(node.engine).metrics_paths:
             try:
                 status, page = await self._get(node, path, self._config.health.timeout_s)
             except OSError:
@@ -248,7 +253,7 @@ class NodeWatcher:
                 continue
             if node.engine == "auto" and (engine := detect_engine(page)) is not None:
                 self._set_engine(node, engine)
-            report = parse_load(node.engine, page)
+            report = engine_of(node.engine).parse_load(page)
             if report is not None:
                 has_connector = KV_CONNECTOR_METRICS in page
                 if has_connector != node.kv_connector:

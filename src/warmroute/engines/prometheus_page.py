@@ -22,8 +22,9 @@ _VALUE: Final = re.compile(
 MAX_LINE_BYTES: Final = 1 << 16
 """The functions ignore longer lines."""
 MAX_SAMPLES: Final = 1024
-"""Of one metric: far more than a node has ranks. Further ones are ignored."""
+"""Samples of one metric that are read: far more than a node has ranks. Further ones are ignored."""
 MAX_TOTAL: Final = 1e18
+"""A sum of absurd values stays a number that an integer and a float can both hold."""
 
 _LABEL: Final = re.compile(rb'(?<!\w)(\w{1,64})="([^"\\]*)"')
 """A label. Without the look-behind, the search would try a long word again from each of its characters."""

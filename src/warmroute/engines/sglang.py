@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
+from typing import Final
 
 import msgspec
 
 from warmroute.core.messages import NodeRow
 from warmroute.core.node import EngineCounters, LoadReport
+from warmroute.engines.engine import Engine
 from warmroute.engines.prometheus_page import counter, labels, less, mean, samples, total, whole_number
 
 # Reads SGLang's metrics page.
-
-MARKERS = (b"sglang:num_running_reqs",)
 
 
 def parse_load(page: bytes) -> LoadReport:
     prompt_tokens = counter(page, b"sglang:prompt_tokens_total")
     cached_tokens = counter(page, b"sglang:cached_tokens_total")
     queue_time_s = counter(page, b"sglang:queue_time_seconds_sum")
+    # SGLang's TTFT begins at arrival. Less the time in the queue, it is about the prefill.
     prefill_time_s = less(counter(page, b"sglang:time_to_first_token_seconds_sum"), queue_time_s)
     return LoadReport(
         running=total(page, b"sglang:num_running_reqs"),
@@ -63,22 +64,39 @@ def _page_size(page: bytes) -> int:
 
 
 class SglangKvTransfer:
-    def prefill_fields(self, fields: Container[str], prefill_node: NodeRow, room: int) -> Mapping[str, bytes]:
-        return self._fields(prefill_node, room)
+    def prefill_fields(self, fields: Container[str], prefill_node: NodeRow, bootstrap_room: int) -> Mapping[str, bytes]:
+        return self._fields(prefill_node, bootstrap_room)
 
     def decode_fields(
-        self, fields: Container[str], prefill_node: NodeRow, room: int, transfer: bytes | None
+        self, fields: Container[str], prefill_node: NodeRow, bootstrap_room: int, transfer: bytes | None
     ) -> Mapping[str, bytes]:
-        return self._fields(prefill_node, room)
+        return self._fields(prefill_node, bootstrap_room)
 
+    # Nothing to carry over: the engines meet at the bootstrap server. Not None, which would mean that the prefill
+    # failed.
     def read_transfer(self, response: bytes) -> bytes | None:
         return b"{}"
 
     @staticmethod
-    def _fields(prefill_node: NodeRow, room: int) -> Mapping[str, bytes]:
+    def _fields(prefill_node: NodeRow, bootstrap_room: int) -> Mapping[str, bytes]:
         host = prefill_node.host
         return {
             "bootstrap_host": msgspec.json.encode(f"[{host}]" if ":" in host else host),
             "bootstrap_port": b"%d" % prefill_node.bootstrap_port,
-            "bootstrap_room": b"%d" % room,
+            "bootstrap_room": b"%d" % bootstrap_room,
         }
+
+
+ENGINE: Final = Engine(
+    title="SGLang",
+    markers=(b"sglang:num_running_reqs",),
+    parse_load=parse_load,
+    owner="sglang",
+    kv_transfer=SglangKvTransfer(),
+    tokenizes="text",
+    to_publish_kv_events="""Start SGLang with
+    --kv-events-config '{"publisher": "zmq", "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:6557"}'""",
+    to_report_cached_tokens="Start SGLang with --enable-cache-report",
+    to_report_load="Start SGLang with --enable-metrics",
+    to_cache_prefixes="Start SGLang without --disable-radix-cache",
+)

@@ -12,6 +12,7 @@ from warmroute.core.messages import MAX_PARAMETERS_BYTES, NodeRow
 from warmroute.core.node import EngineCounters, LoadReport
 from warmroute.core.node_cache import EngineHash
 from warmroute.core.reported_values import MAX_BLOCK_TOKENS, MAX_RANKS, MAX_SEQUENCE_NUMBER, decode_json
+from warmroute.engines.engine import Engine
 from warmroute.engines.kv_events import BadPayload, BlockRemoved, BlockStored, Event
 from warmroute.engines.prometheus_page import counter, less, mean, total
 
@@ -24,11 +25,12 @@ from warmroute.engines.prometheus_page import counter, less, mean, total
 
 PATH: Final = "/kv_cache_events"
 COMMON_BLOCK_SIZES: Final = (32, 64, 128)
-"""Block sizes that the converter accepts from a single block."""
+"""Block sizes that the converter accepts from a single block. A chain of one block may be an incomplete one."""
 MAX_EVENT_BYTES: Final = 8 << 20
 """Longer events are ignored. A prompt of 128 Ki tokens takes 6 MB."""
 MAX_OTHER_BYTES: Final = 1 << 20
-"""Of a response that cannot be split before it is parsed, because its events do not start with their number."""
+"""Largest response that is parsed as a whole: its events do not start with their number, so they cannot be found one by
+one."""
 _EVENT_START: Final = b'{"event_id"'
 _MEDIA: Final = ("GPU", "CPU")
 
@@ -127,6 +129,7 @@ class EventConverter:
         self._window = 0
 
     def convert(self, event: PolledEvent) -> list[Event]:
+        # The widest window decides whether a prefix is a hit: a narrow one drops old blocks by design.
         self._window = max(self._window, event.window_size)
         if event.window_size < self._window:
             return []
@@ -150,6 +153,7 @@ class EventConverter:
         parent = None if data.parent_hash is None else _hash(data.parent_hash)
         events: list[Event] = []
         for block in data.blocks:
+            # Everything behind an incomplete block hangs on it, and no other prompt has it.
             if len(block.tokens) != self._block_size:
                 break
             name = _hash(block.block_hash)
@@ -157,6 +161,7 @@ class EventConverter:
             keys += block.mm_keys or ()
             stored = BlockStored([name], parent, [token.token_id for token in block.tokens], self._block_size)
             stored.lora_id, stored.medium = block.lora_id, _medium(block.cache_level)
+            # Empty, not None: None would mean that the salt is among the extra keys, as in vLLM.
             stored.cache_salt = block.cache_salt or ""
             if keys:
                 stored.extra_keys = msgspec.Raw(msgspec.msgpack.encode([keys]))
@@ -212,14 +217,14 @@ class _Transfer(msgspec.Struct):
 
 
 class TrtllmKvTransfer:
-    def prefill_fields(self, fields: Container[str], prefill_node: NodeRow, room: int) -> Mapping[str, bytes]:
+    def prefill_fields(self, fields: Container[str], prefill_node: NodeRow, bootstrap_room: int) -> Mapping[str, bytes]:
         values = {"disaggregated_params": _CONTEXT_ONLY, "stream": b"false"}
         if "stream_options" in fields:
             values["stream_options"] = b"null"
         return values
 
     def decode_fields(
-        self, fields: Container[str], prefill_node: NodeRow, room: int, transfer: bytes | None
+        self, fields: Container[str], prefill_node: NodeRow, bootstrap_room: int, transfer: bytes | None
     ) -> Mapping[str, bytes]:
         if transfer is None:
             return {}
@@ -236,6 +241,7 @@ class TrtllmKvTransfer:
             ids = found.prompt_token_ids if bytes(found.prompt_token_ids).startswith(b"[") else _NULL
             if len(bytes(ids)) > MAX_IDS_BYTES:
                 return None
+            # A Raw field is copied without being parsed.
             msgspec.json.decode(ids)  # the decode node gets these bytes: all of them have to be valid
         except (ValueError, RecursionError):
             return None
@@ -255,9 +261,6 @@ class TrtllmKvTransfer:
 # consumer then misses those that the router has read.
 
 PROMETHEUS_PATH: Final = "/prometheus/metrics"
-OWNER: Final = "tensorrt_llm"
-"""`owned_by` of its models."""
-MARKERS: Final = (b"trtllm_num_requests_running", b"trtllm_request_success_total", b'"numActiveRequests"')
 
 
 def parse_load(page: bytes) -> LoadReport | None:
@@ -312,3 +315,23 @@ def _parse_iterations(page: bytes) -> LoadReport | None:
 
 def _number(value: Any) -> int:
     return value if type(value) is int and 0 <= value < 1 << 62 else 0
+
+
+_FILE: Final = "In the file of --extra_llm_api_options of trtllm-serve, set"
+
+ENGINE: Final = Engine(
+    title="TensorRT-LLM",
+    markers=(b"trtllm_num_requests_running", b"trtllm_request_success_total", b'"numActiveRequests"'),
+    parse_load=parse_load,
+    metrics_paths=(PROMETHEUS_PATH, "/metrics"),
+    owner="tensorrt_llm",
+    detected_by_owner=True,
+    why_no_subscription="not checked: the engine returns each event once, and the router needs them",
+    polls_kv_events=True,
+    kv_transfer=TrtllmKvTransfer(),
+    to_publish_kv_events=f"""{_FILE}
+    kv_cache_config: {{enable_block_reuse: true, event_buffer_max_size: 16384}}""",
+    to_report_cached_tokens=f"{_FILE}\n    return_perf_metrics: true",
+    to_report_load=f"{_FILE}\n    return_perf_metrics: true\n    enable_iter_perf_stats: true",
+    to_cache_prefixes=f"{_FILE}\n    kv_cache_config: {{enable_block_reuse: true}}",
+)

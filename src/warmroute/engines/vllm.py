@@ -9,15 +9,13 @@ import msgspec
 
 from warmroute.core.messages import MAX_PARAMETERS_BYTES, NodeRow
 from warmroute.core.node import EngineCounters, LoadReport
+from warmroute.engines.engine import Engine
 from warmroute.engines.prometheus_page import counter, labels, latest_labels, mean, split_names, total, whole_number
 
 # Reads vLLM's metrics page.
 
-MARKERS = (b"vllm:num_requests_running",)
-
-
 KV_CONNECTOR_METRICS: Final = b"\nvllm:nixl_"
-"""In the metrics of an engine with NixlConnector, which can transfer KV cache."""
+"""The first characters of metrics that an engine has only with NixlConnector, which can transfer KV cache."""
 
 
 def parse_load(page: bytes) -> LoadReport:
@@ -51,6 +49,7 @@ def _cache_size(page: bytes) -> tuple[int, int]:
     for config in labels(page, b"vllm:cache_config_info"):
         block_size = whole_number(config.get(b"block_size"))
         tokens = whole_number(config.get(b"kv_cache_size_tokens"))
+        # Not every release reports tokens. Each rank has a sample of its own.
         capacity_tokens += tokens or whole_number(config.get(b"num_gpu_blocks")) * block_size
     return block_size, capacity_tokens
 
@@ -74,11 +73,11 @@ class _Response(msgspec.Struct):
 
 
 class VllmKvTransfer:
-    def prefill_fields(self, fields: Container[str], prefill_node: NodeRow, room: int) -> Mapping[str, bytes]:
+    def prefill_fields(self, fields: Container[str], prefill_node: NodeRow, bootstrap_room: int) -> Mapping[str, bytes]:
         return {"kv_transfer_params": _DO_REMOTE_DECODE, **one_token_fields(fields)}
 
     def decode_fields(
-        self, fields: Container[str], prefill_node: NodeRow, room: int, transfer: bytes | None
+        self, fields: Container[str], prefill_node: NodeRow, bootstrap_room: int, transfer: bytes | None
     ) -> Mapping[str, bytes]:
         return {} if transfer is None else {"kv_transfer_params": transfer}
 
@@ -104,10 +103,29 @@ def one_token_fields(fields: Container[str]) -> dict[str, bytes]:
         return values
     if "max_completion_tokens" in fields:
         values["max_completion_tokens"] = b"1"
+    # Chat completions have two names for the limit, and vLLM takes whichever is set. Each that the client set has to be
+    # overwritten.
     if "max_tokens" in fields or "max_completion_tokens" not in fields:
         values["max_tokens"] = b"1"
     if "stream_options" in fields:
         values["stream_options"] = b"null"  # not allowed without stream
     if "min_tokens" in fields:
+        # `min_tokens` above `max_tokens` is an error 400.
         values["min_tokens"] = b"0"
     return values
+
+
+ENGINE: Final = Engine(
+    title="vLLM",
+    markers=(b"vllm:num_requests_running",),
+    parse_load=parse_load,
+    owner="vllm",
+    kv_transfer=VllmKvTransfer(),
+    tokenizes="chats",
+    to_publish_kv_events="""Start vLLM with
+    --kv-events-config '{"enable_kv_cache_events": true, "publisher": "zmq", \
+"endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:6557"}'""",
+    to_report_cached_tokens="Start vLLM with --enable-prompt-tokens-details",
+    to_report_load="Start vLLM without --disable-log-stats",
+    to_cache_prefixes="Start vLLM without --no-enable-prefix-caching",
+)

@@ -23,9 +23,11 @@ from warmroute.engines.kv_events import ByteBudget
 MAX_MESSAGE_BYTES: Final = 8 << 20
 """A batch of vLLM's KV events takes about 7 bytes per token: one million tokens."""
 MAX_FRAMES: Final = 8
+"""A KV event message has three frames, a replayed one four."""
 MAX_COMMAND_BYTES: Final = 4096
+"""READY has the socket's type and a few properties."""
 MAX_COMMANDS: Final = 64
-"""Commands in a row, without a message and without a pause."""
+"""Commands that may follow each other without a message and without a pause."""
 _MORE, _LONG, _COMMAND = 1, 2, 4
 _GREETING_BYTES: Final = 64
 _NULL: Final = b"NULL".ljust(20, b"\0")
@@ -135,6 +137,7 @@ class ZmtpDecoder:
             start, (size,) = 9, _LONG_SIZE.unpack_from(buffer, 1)
         else:
             start, size = 2, buffer[1]
+        # Checked at the header: the bytes of a frame that is too large are never collected.
         if size > (MAX_COMMAND_BYTES if flags & _COMMAND else MAX_MESSAGE_BYTES - self._message_bytes):
             raise ZmtpError(f"a message of more than {MAX_MESSAGE_BYTES:,} bytes")
         end = start + size
@@ -163,9 +166,11 @@ READ_AHEAD_BYTES: Final = 1 << 18
 """Received bytes beyond which reading stops until all complete messages among them are taken."""
 FIRST_RETRY_S: Final = 0.1
 LAST_RETRY_S: Final = 5.0
-"""Time before a lost connection is opened again, which doubles up to the last while that fails."""
+"""Pauses before a lost connection is opened again. They double from the first to the last while that fails."""
 CONNECT_TIMEOUT_S: Final = 5.0
+"""A host that drops packets would hold the attempt for two minutes."""
 MAX_UNSENT_BYTES: Final = 1 << 16
+"""This side sends a handshake, pings' answers and requests of a few bytes. A peer that takes none of them is hung."""
 
 SUB: Final = b"SUB"
 DEALER: Final = b"DEALER"
@@ -173,7 +178,8 @@ _random: Final = Random()
 
 
 class ZmtpConnection:
-    """Call `receive` until it returns None whenever `on_readable` was called."""
+    """A connection to a ZMQ socket, opened again whenever it breaks. Call `receive` until it returns None each time
+    `on_readable` is called."""
 
     def __init__(
         self,
@@ -211,6 +217,7 @@ class ZmtpConnection:
                 pass
             else:
                 await link.lost.wait()
+                # A peer that breaks the protocol would otherwise be connected to ten times a second.
                 if link.decoder.ready and not link.failed:
                     pause_s = FIRST_RETRY_S
             await asyncio.sleep(pause_s * (0.8 + 0.4 * _random.random()))
@@ -255,7 +262,7 @@ class ZmtpConnection:
 
 
 class _Link(asyncio.Protocol):
-    """One TCP connection."""
+    """One TCP connection. ZmtpConnection makes a new one after each loss."""
 
     def __init__(self, connection: ZmtpConnection) -> None:
         self._connection = connection

@@ -178,7 +178,7 @@ def _legible(values: Sequence[float], x: Scale, gap: float = 26.0) -> list[float
 WIDTH = 600
 LABEL_ROOM = 118
 TIME_HEIGHT, TIME_BOX = 320, (54.0, 16.0, WIDTH - LABEL_ROOM, 268.0)
-"""Of the plots over time."""
+"""Height and viewBox of the plots over time."""
 
 
 def load_of(run: Run) -> float | None:

@@ -18,9 +18,9 @@ from warmroute.config import Admission, Config, ConfigError, PolicyName, Pricing
 from warmroute.config.nodes import Role
 from warmroute.core.queue_order import QueueOrder
 from warmroute.lab.engine.timing import profile
-from warmroute.lab.peers.cache_rules import Aibrix, Kubeai, Sglang
+from warmroute.lab.peers.cache_rules import Aibrix, Kubeai, Sglang, Smg
 from warmroute.lab.peers.dynamo import Dynamo, DynamoFcfs, DynamoWspt
-from warmroute.lab.peers.llm_d import LlmD, LlmDPrecise
+from warmroute.lab.peers.llm_d import LlmD, LlmDAffinity, LlmDPrecise
 from warmroute.lab.peers.scalers import SCALERS
 from warmroute.lab.peers.split_routers import DynamoSplit, LlmDSplit
 from warmroute.lab.simulated_scaling import CreateDecisionMaker, SimulatedOffer
@@ -45,8 +45,10 @@ ORACLE = "oracle"
 
 PEERS: dict[str, Callable[..., Any]] = {
     "sglang": Sglang,
+    "smg": Smg,
     "llm_d": LlmD,
     "llm_d_precise": LlmDPrecise,
+    "llm_d_affinity": LlmDAffinity,
     "dynamo": Dynamo,
     "dynamo_fcfs": DynamoFcfs,
     "dynamo_wspt": DynamoWspt,

@@ -296,7 +296,7 @@ class SimulatedExchange:
         self.arrived_ms = flow.calendar.now_ms
         self.results = results
         self.tries: dict[int, SimulatedTry] = {}
-        """By number, those that have ended included."""
+        """All tries of the request by their number, ended ones included."""
         self.first_ms: float | None = None
         """When the client had the first token."""
         self.cached_tokens = 0

@@ -12,7 +12,7 @@ import msgspec
 
 from warmroute.config import Config, Health, Hedging, NodeConfig, Pricing
 from warmroute.config.routing import HIGH, LOW, Routes
-from warmroute.core.admission import Admission
+from warmroute.core.admission import Admitter
 from warmroute.core.cache_view import CacheView
 from warmroute.core.decision import Decision
 from warmroute.core.fleet import Fleet
@@ -145,7 +145,7 @@ class PolicyListener:
     tells_replicas: bool = False
     """Whether several routers with this policy tell each other of their requests."""
     poll_interval_s: float | None = None
-    """Its own interval between two polls of a node; None for that of the conditions."""
+    """The peer's own interval between two polls of a node; None for the interval of the conditions."""
 
     def node_joined(self, node: Node, block_size: int, num_blocks: int) -> None:
         """A node joined the fleet, with a cache of this size."""
@@ -395,7 +395,7 @@ class Replica:
         if policy is not None:
             self.router.policy = InformedPolicy(policy, lambda: self.requests.hear())
         order = queue_order or QueueOrder.GUARANTEED
-        self.admission = Admission(self.router, config.admission, config.routes, order)
+        self.admission = Admitter(self.router, config.admission, config.routes, order)
         if listener is None and (self.router.policy.wants_tokens or (config.routes and config.uses_kv_events)):
             listener = IndexUpdates(self.cache_view, lambda: calendar.now_s, events=config.uses_kv_events)
         if queue_order is not None and not self.router.policy.queues_at_router:

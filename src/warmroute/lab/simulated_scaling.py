@@ -112,7 +112,7 @@ class SimulatedScaling:
         self._started = 0
         self._bills: dict[str, _Bill] = {}
         self.decisions: list[ScalingDecision] = []
-        """Those that changed the fleet."""
+        """The decisions that changed the fleet."""
         self.counts: list[tuple[float, int, int]] = []
         """Time [s], serving nodes and pending nodes, whenever that changed."""
         for name, sim in world.nodes.items():

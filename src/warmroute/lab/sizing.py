@@ -28,12 +28,12 @@ from warmroute.scaling.fleet_plan import RECENT_SHARE, excess
 # was best at the size before, one node more or less, until neither is better.
 
 START_SHARE = 0.5
-"""Of prefill nodes, in the first fleet that is replayed."""
+"""Share of prefill nodes in the first fleet that is replayed."""
 MIN_IMPROVEMENT = 0.01
 """Doubling the fleet has not helped if it shortens the TTFT by less than this fraction."""
 
 
-class Limits(msgspec.Struct, frozen=True):
+class LatencyLimits(msgspec.Struct, frozen=True):
     """The highest TTFT allowed at each percentile; None for no limit. And the objective of the autoscaler, which
     judges fleets in the same way."""
 
@@ -44,7 +44,7 @@ class Limits(msgspec.Struct, frozen=True):
     min_good_ratio: float = 0.0
 
     @classmethod
-    def of(cls, objective: Objective) -> Limits:
+    def of(cls, objective: Objective) -> LatencyLimits:
         """Return the limits that the autoscaler has."""
         return cls(
             ttft_p90_ms=objective.ttft_p90_ms or None,
@@ -102,7 +102,7 @@ class NodesNeeded(msgspec.Struct):
     prefill_nodes: dict[int, int] = {}
     """Prefill nodes of these runs, by fleet size; empty if no node has a role."""
 
-    def unreachable_limit(self, limits: Limits) -> UnreachableLimit | None:
+    def unreachable_limit(self, limits: LatencyLimits) -> UnreachableLimit | None:
         """Return the limit that more nodes cannot meet; None if more nodes may help."""
         most = max(self.runs)
         fewer = max((nodes for nodes in self.runs if 2 * nodes <= most), default=None)
@@ -118,7 +118,7 @@ class NodesNeeded(msgspec.Struct):
 def nodes_needed(
     setup: Setup,
     policy: PolicySpec,
-    limits: Limits,
+    limits: LatencyLimits,
     most: int,
     start_run: Callable[[int], Progress | None] = lambda _nodes: None,
     with_roles: bool = False,
@@ -169,7 +169,7 @@ def _role(at: int, prefill: int, with_roles: bool) -> Role:
     return "prefill" if at < prefill else "decode"
 
 
-def _best_split(nodes: int, share: float, limits: Limits, run: Callable[[int, int], Run]) -> tuple[int, Run]:
+def _best_split(nodes: int, share: float, limits: LatencyLimits, run: Callable[[int, int], Run]) -> tuple[int, Run]:
     """Return a number of prefill nodes with which the fleet meets the limits, else the best one; and its replay."""
     tried: dict[int, Run] = {}
 
@@ -192,10 +192,11 @@ def _best_split(nodes: int, share: float, limits: Limits, run: Callable[[int, in
 # ANSWER_MS_PER_TOKEN for each token, and the next turn of a conversation follows it.
 
 ANSWER_MS_PER_TOKEN = 20.0
+"""What an answer takes for each token, before anything was simulated: 50 tokens a second."""
 RISING = 1.25
 """The load rises if the second half of the measured time has this many times as many requests as the first half."""
 ERRORS = 3.0
-"""A difference of the two by fewer standard errors is chance."""
+"""The two halves of the measured time may differ by this many standard errors by chance."""
 
 
 def expected_arrivals(setup: Setup) -> Iterator[tuple[float, WorkloadPrompt]]:

@@ -219,7 +219,7 @@ class Measured(msgspec.Struct):
 
     requests: int = 0
     prompt_tokens: int = 0
-    """Of responses that report their cached tokens."""
+    """Prompt tokens of the responses that report their cached tokens."""
     cached_tokens: int = 0
     reporting: int = 0
     """Responses that report them."""

@@ -25,10 +25,8 @@ from warmroute.lab.workloads.workload_prompt import WorkloadPrompt
 #
 #     open      Requests are sent at the workload's arrival times, whatever has been answered.
 #     turns     The same, but a turn of a conversation waits for the answer of the turn before it and for a think time.
-#     A
-#               trace's turn is sent at its own time or then, whichever is later. Agents and chats do this, and it is
-#               the
-#               default: in a workload without conversations it is the open loop.
+#               A trace's turn is sent at its own time or then, whichever is later. Agents and chats do this, and it
+#               is the default: in a workload without conversations it is the open loop.
 #     clients   A number of clients; each sends its next request when the last one is answered.
 #
 # A generator's conversations always wait: their next turn contains the answer.
@@ -161,7 +159,7 @@ class World:
         self.nodes: dict[str, SimulatedNode] = {}
         """The fleet's nodes by name."""
         self.numbered: dict[int, SimulatedNode] = {}
-        """The same and those that have left, by the number that every router gives them."""
+        """The nodes of the fleet and those that have left, by the number that every router gives them."""
         self.stores: dict[str, SharedStore] = {}
         """Shared KV stores by name."""
         self.departed: list[SimulatedNode] = []
@@ -444,7 +442,7 @@ class ScheduledFault(msgspec.Struct, frozen=True):
     action: str
     node: str
     number: float = 0.0
-    """For provision: the delay in seconds. For slow: the factor."""
+    """The number behind the action: the delay in seconds for `provision`, the factor for `slow`."""
 
 
 def parse_fault(line: str) -> ScheduledFault:

@@ -59,6 +59,7 @@ def _derives_from(node: nodes.Node, name: str, field: str = "") -> bool:
 def _message_lists(tree: nodes.Template) -> list[str]:
     """Return `messages` and the variables that are set from it."""
     found = ["messages"]
+    # Templates rename the list before they loop: `{% set loop_messages = messages[1:] %}`.
     for name in found:  # which grows meanwhile
         for assign in tree.find_all(nodes.Assign):
             if _derives_from(assign.node, name) and (target := _target(assign.target)) not in found:
@@ -167,10 +168,12 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.filters = template_limits.limited_filters()
+        # jinja2's generator of random text: the engine would have another text each time.
         del self.globals["lipsum"]
         self.render_time = template_limits.RenderTime()
         self.steps_left = 0
-        """Steps until the next check of the time. Renders in several threads share it."""
+        """Steps until the next check of the time. Renders in several threads share it, so a check may come early or
+        late."""
 
     def check_time(self) -> None:
         self.steps_left = template_limits.STEPS_PER_CHECK
@@ -208,6 +211,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
 
     def call(self, context: Context, obj: Any, *args: Any, **kwargs: Any) -> Any:
         if type(obj) is BuiltinMethodType and type(obj.__self__) is str and obj.__name__ in _STRING_METHODS:
+            # A plain string's method needs no sandbox. The shortcut skips Context.call, and so what that would do.
             kwargs.pop("_loop_vars", None)  # jinja2 adds these two, and its Context.call removes them
             kwargs.pop("_block_vars", None)
             if obj.__name__ in _MULTIPLYING_METHODS:
@@ -252,7 +256,9 @@ def _to_json(
 
 Message = dict[str, Any]
 MAX_SOURCE_LENGTH: Final = 1 << 18
+"""Longer sources are refused before they are compiled."""
 MAX_ORDINARY_MESSAGES: Final = 256
+"""A conversation of at most this many messages, and of MAX_ORDINARY_LENGTH characters, is ordinary."""
 MAX_ORDINARY_LENGTH: Final = 1 << 16
 """Characters of a conversation, where any other value counts as four. A longer one from a client may exceed the limits
 of rendering: that must not disable the template for others."""
@@ -260,6 +266,7 @@ _CONTINUE_MARK: Final = "CONTINUE_FINAL_MESSAGE_TAG "
 _TIME_FIELD: Final = re.compile("%[-_0^#]?(.)")
 _FINER_THAN_A_DAY: Final = frozenset("HIMSfpXcTRrsZzk+l")
 _LONG_LITERAL: Final = 3
+"""Shorter strings that a template searches for occur in any text, and change nothing."""
 _ROLES: Final = frozenset(("system", "user", "assistant", "tool", "developer"))
 _SEARCHING_NODES: Final = (nodes.Compare, nodes.Call, nodes.Test, nodes.Filter)
 
@@ -312,6 +319,7 @@ class ChatTemplate:
         if self.disabled_reason:
             raise TemplateRejected(self.disabled_reason)
         self._environment.render_time.started_s = None
+        # Templates call `bos_token` and the others by name.
         all_variables = {**self._special_tokens, **variables} if variables else self._special_tokens
         try:
             return self._template.render(
@@ -323,6 +331,8 @@ class ChatTemplate:
             )
         except (TemplateTooExpensive, MemoryError) as error:
             if _is_ordinary(messages, tools, documents, variables):
+                # A long conversation from a client may exceed the limits. Only an ordinary one that does shows that the
+                # template is at fault.
                 self.disabled_reason = str(error) or "it takes too much memory"
             raise TemplateRejected(f"{error}") from error
         except Exception as error:  # a template can raise anything
@@ -330,6 +340,7 @@ class ChatTemplate:
 
     def render_continued(self, messages: Sequence[Message], field: str = "content", **options: Any) -> str:
         """Render with the last message unfinished, for `continue_final_message`. Raises TemplateRejected."""
+        # As transformers does: a mark behind the last message shows where the rendered text has to end.
         marked = copy.deepcopy(list(messages))
         last = marked[-1].get(field)
         if last is None or field not in self.source:

@@ -31,7 +31,7 @@ from warmroute.prompt.tokenizer import Tokenizer
 # cache.
 
 _OVERHEAD_BYTES: Final = 480
-"""Memory of a prefix without tokens: the object, its key, its table entry."""
+"""Memory of a prefix besides its tokens: the object, its key, its table entry."""
 
 
 @dataclass(slots=True, eq=False)
@@ -41,7 +41,7 @@ class CachedPrefix:
     cut_token: str
     """The added token that `tokens` ends with."""
     text_after_cut: str
-    """The rest of the last message's text, after the cut token. It is not in `tokens`."""
+    """The rest of the last message's text, after the cut token. `tokens` does not contain it."""
     ends_with_user: bool
     """Whether the last message is a user's. Otherwise it is a tool result."""
     starts_with_system: bool
@@ -95,6 +95,7 @@ class TokenCache:
                 return
             if cost > self.budget_bytes:
                 return
+            # Another thread has evicted the parent. Without it, the tokens before this prefix are lost.
             if prefix.parent is not None and self._prefixes.get(prefix.parent.key) is not prefix.parent:
                 return
             self._prefixes[prefix.key] = prefix
@@ -124,11 +125,14 @@ for tokens of plain messages."""
 _CONTEXT_BYTES_PER_BODY_BYTE: Final = 12
 """Memory of a context for each byte of its fields in the request: parsed tools, their JSON, the stubs' texts."""
 _CONTEXT_OVERHEAD_BYTES: Final = 16_384
+"""Memory of a context without tools: the object, its stubs, its layout."""
 _MAX_NEW_MESSAGES: Final = 1024
-"""How far back from the end the search for a cached prefix goes."""
+"""How many messages back from the end the search for a cached prefix goes. A tool loop rarely adds more in one
+request."""
 _CHECK_FIRST: Final = 8
+"""A template that is wrong is mostly wrong at once, so the first conversations are all checked."""
 _CHECK_EVERY: Final = 32
-"""Conversations that are rendered as a whole and checked: the first ones, then one of this many."""
+"""Later, one of this many conversations that are rendered as a whole is checked."""
 
 
 @dataclass(slots=True)
@@ -162,7 +166,7 @@ class ChatPlan:
     """Size of the new messages in the body."""
     new_messages: int
     plain: Outline | None = None
-    """The request's outline if all messages are plain; then their tokens are put together (plain_chats.py)."""
+    """The request's outline if all its messages are plain. Then their tokens are put together (plain_chats.py)."""
     is_warm: bool = False
     """Whether the tokens of a message are cached."""
 
@@ -222,6 +226,7 @@ class ChatTokenizer:
         add_special_tokens: bool,
     ) -> CachedContext:
         """Prepare a context for tokenizing, and cache it. `size_bytes`: the size of its fields in the request."""
+        # A template that a request brings is used once. To check it would cost a second each time.
         check = self._tail_check(context.template) if context.uses_model_template else TailCheck(None)
         cut_tokens = self._find_cut_tokens(context)
         renderer = self._tail_renderer(context, check) if cut_tokens else None
@@ -252,6 +257,7 @@ class ChatTokenizer:
             renderer = check.tail_renderer(context)
         except TemplateRejected:
             return None
+        # The check of the template has covered requests without any of these.
         if not context.tools and not context.variables and not context.documents:
             return renderer
         return renderer if check.passes_for(context) else None
@@ -295,6 +301,7 @@ class ChatTokenizer:
             if prefix is None:
                 continue
             tail, decoded_from = messages.messages(count, decoded_from) + tail, count
+            # The longest prefix first. A shorter one may do where the longest must not be used.
             if may_follow(prefix.ends_with_user, tail) and self._may_use(context, prefix, tail):
                 new_bytes = messages.size_bytes(count, messages.count)
                 return ChatPlan(context, messages, prefix, tail, new_bytes, messages.count - count, is_warm=True)
@@ -341,6 +348,7 @@ class ChatTokenizer:
             result.exact_tokens = before + result.exact_tokens if result.inexact_reason else result.token_count
             result.media = tuple((before + at, key) for at, key in result.media)
         if plan.context.context.template.prints_time_of_day():
+            # The engine renders a moment later, perhaps with another minute in the first line.
             result.exact_tokens, result.inexact_reason = 0, "the chat template prints the time of day"
         return result
 
@@ -418,6 +426,7 @@ class ChatTokenizer:
         """Encode the text after the parent, up to the new prefix's cut and after it, and cache the prefix."""
         renderer = plan.context.tail_renderer
         assert renderer is not None
+        # Two encodings instead of one: the part up to the cut is kept for the next turn, the rest is not.
         at = len(text) - len(renderer.generation_prompt) - len(prefix.text_after_cut)
         encoded = self._tokenizer.encode(parent_cut_token + text[:at])
         prefix.tokens = self._without_first(parent_cut_token, encoded)
@@ -439,6 +448,7 @@ class ChatTokenizer:
 
     def _tokenize_with_media(self, cached: CachedContext, messages: Sequence[Message], text: str) -> Prompt:
         """Give no tokens to pictures; the tokens are sure up to the last cut before the first picture."""
+        # The tokens of the text around pictures are encoded all the same: lengths and routing keys need them.
         first, *others = text.split(MEDIA_MARK)
         unchanged = first
         if cached.context.content_format == "openai":

@@ -20,16 +20,17 @@ from time import thread_time
 from typing import Final
 
 LOOP_MS: Final = 1.0
-"""What is estimated to take longer runs in a thread."""
+"""Prompts that are estimated to take longer are read in a thread."""
 MAX_SAMPLED_BYTES: Final = 40 << 10
+"""Samples of a longer text would be too far apart to say much."""
 MIN_WORST_MS_PER_BYTE: Final = 1.25e-4
-"""Some text may be slower than the measured ones."""
+"""Smallest worst rate: some text may be slower than the measured ones."""
 _PIECES: Final = 16
 _PIECE_BYTES: Final = 128
 _PIECE_WORDS: Final = 5
-"""A piece has at least so many words, and they are at least half of it."""
+"""Fewest words of a piece. They also have to be at least half of it."""
 _DOUBT: Final = 2.0
-"""What a sampled estimate is multiplied by."""
+"""Factor on a sampled estimate, because a sample may miss the slow parts."""
 _WORST_TEXT_BYTES: Final = 4096
 _REPETITIONS: Final = 3
 _SEED: Final = 11
@@ -102,6 +103,7 @@ def _worst_ms_per_byte(encode: Encode) -> float:
             slow = text(characters)[number:]  # another length: the tokenizer must not know it
             started_s = thread_time()
             encode(slow)
+            # CPU time, and the best of three: other threads and a cold cache must not make the rate look worse.
             best_ms = min(best_ms, (thread_time() - started_s) * 1000.0)
         worst_ms = max(worst_ms, best_ms)
     return worst_ms / _WORST_TEXT_BYTES

@@ -23,8 +23,10 @@ from warmroute.event_log import where_it_failed
 # Hugging Face's environment variables: where its cache is, which endpoint and token to use.
 
 HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
-"""`organisation/name`. Names without an organisation are not used: they look like the names that operators give."""
+"""A name on the hub: `organisation/name`. Names without an organisation are not used: they look like the names that
+operators give."""
 MAX_TOKEN_BYTES: Final = 4096
+"""A token file is a line. The path may name anything."""
 
 
 class TokenizerUnavailable(Exception):
@@ -117,6 +119,7 @@ def _snapshot(repository: Path) -> Path | None:
         found = [folder for folder in snapshots.iterdir() if COMMIT.fullmatch(folder.name)]
     except OSError:
         return None
+    # Without `main`, several snapshots are a guess: the engine may serve any of them.
     complete = [folder for folder in found if (folder / TOKENIZER).is_file()]
     return complete[0] if len(complete) == 1 else None
 
@@ -138,12 +141,16 @@ FILES: Final = {
 """The files that the router reads, and their largest size in bytes."""
 _MORE_TEMPLATES: Final = re.compile(r"additional_chat_templates/[A-Za-z0-9_-]{1,64}\.jinja")
 _MAX_MORE_TEMPLATES: Final = 16
+"""Further templates of one model that are fetched."""
 _MARKERS: Final = re.compile(r"tekken\.json|tokenizer\.model\.v[0-9]{1,4}")
 """Files whose presence tells that the engine may use another tokenizer. They are created empty."""
 _MAX_LISTING_BYTES: Final = 8 << 20
+"""Large repositories list thousands of files."""
 _CHUNK_BYTES: Final = 1 << 18
 SOCKET_TIMEOUT_S: Final = 15.0
+"""Without a byte for this time, the download fails."""
 DEADLINE_S: Final = 300.0
+"""Time for all files of a model. The search runs in a thread, of which there are three."""
 
 
 def download_folder(hub_id: str, environment: Mapping[str, str]) -> Path:
@@ -178,6 +185,7 @@ def download_tokenizer(hub_id: str, environment: Mapping[str, str]) -> str:
                     content = hub.fetch(f"/{hub_id}/resolve/{commit}/{name}", FILES.get(name, 2 << 20))
                 (unfinished / name).parent.mkdir(exist_ok=True)
                 (unfinished / name).write_bytes(content)
+            # mkdtemp makes folders for their owner alone; other users' routers may share the cache.
             os.chmod(unfinished, 0o755)
             shutil.rmtree(folder / commit, ignore_errors=True)
             os.rename(unfinished, folder / commit)
@@ -243,6 +251,7 @@ class _Hub:
                     raise TokenizerUnavailable(f"{name} on the hub is larger than {limit_bytes:,} bytes")
                 if time.monotonic() > self._deadline_s:
                     raise TokenizerUnavailable(f"the download took longer than {DEADLINE_S:g} s")
+            # urllib ends a short body without an error.
             if response.length:
                 raise TokenizerUnavailable("the hub closed the connection in the middle of a file")
         return bytes(body)
@@ -304,9 +313,9 @@ RETRY_S: Final = 300.0
 """How long after a failed search the files are searched again."""
 
 MAX_SEARCHES: Final = 3
-"""Each takes a thread."""
+"""Searches that run at once. Each takes a thread."""
 MAX_NAMES: Final = 64
-"""Of one node. An engine serves one base model, under a few names."""
+"""Names of one node that count. An engine serves one base model, under a few names."""
 
 Locate = Callable[[str], Awaitable[tuple[str, HubSource]]]
 """Takes a name on the hub. Returns the directory with its files and how it was found. Raises TokenizerUnavailable."""

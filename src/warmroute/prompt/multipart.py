@@ -14,24 +14,27 @@ from typing import Final
 from warmroute._kernel import ENGINE_FIELDS, ENGINE_OPTIONS, BadBody, is_utf8, outline_body
 
 MAX_PARTS: Final = 100
+"""A form of a transcription has about ten parts."""
 MAX_HEAD_BYTES: Final = 8192
 """Maximum size of the headers of a part."""
 _MAX_MODEL_BYTES: Final = 1024
+"""The name of a model ends up in logs and metrics."""
 _WINDOW_BYTES: Final = 4 << 20
 """A search in a large body is done in steps of this size, so that it never holds the interpreter lock for long."""
 _TOKEN: Final = rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+"
 _HEADER_NAME: Final = re.compile(_TOKEN)
 _HEADER_VALUE: Final = re.compile(rb"[\t\x20-\x7e\x80-\xff]*")
 _QUOTED: Final = rb'"((?:[\t\x20-!#-\[\]-~\x80-\xff]|\\(?!"))*)"'
-"""Without escaped quotes, which parsers read differently."""
+"""A quoted value without escaped quotes, which parsers read differently."""
 _PARAMETER: Final = re.compile(rb"[ \t]*;[ \t]*(" + _TOKEN + rb")=(?:(" + _TOKEN + rb")|" + _QUOTED + rb")")
 _FORM_DATA: Final = b"form-data"
 _PLAIN_ENCODINGS: Final = (b"7bit", b"8bit", b"binary")
 
 
 _SEPARATORS: Final = re.compile(r"[\[\].]+")
-"""Between the parts of a name such as `vllm_xargs[a]`, with which some clients write nested fields."""
+"""Separators between the parts of a name such as `vllm_xargs[a]`, with which some clients write nested fields."""
 MAX_NAME_PARTS: Final = 16
+"""Names that are nested more deeply are refused, not searched."""
 
 
 class BadForm(ValueError):

@@ -29,16 +29,20 @@ from warmroute.prompt.tokenizer import pack_token_ids
 log = EventLog("warmroute.engines")
 
 CACHE_BYTES: Final = 32 << 20
+"""Memory for tokens that nodes returned."""
 TIMEOUT_S: Final = 1.0
+"""The request waits for the answer. After this time it is routed by its text."""
 CACHE_TTL_S: Final = 600.0
 """How long tokens stay cached: the engine's chat template may change."""
 MAX_FAILURES: Final = 3
 """Failures in a row after which the router pauses requests to a node."""
 PAUSE_S: Final = 30.0
+"""How long a node is not asked after MAX_FAILURES failures in a row."""
 _MAX_RESPONSE_RATIO: Final = 16
-"""Bytes of a response for each byte of its request: a token takes at least one byte of text, and at most 12 digits."""
+"""Largest response, in bytes for each byte of its request: a token takes at least one byte of text, and at most 12
+digits."""
 _RESPONSE_OVERHEAD_BYTES: Final = 1 << 20
-"""A short request may have a long chat template."""
+"""Allowance on top of _MAX_RESPONSE_RATIO: a short request may have a long chat template."""
 _ENTRY_BYTES: Final = 300
 """Memory of a cached entry besides its tokens."""
 
@@ -97,13 +101,14 @@ class RemoteTokenizer:
         self._now = now
         self._budget_bytes = cache_bytes
         self._cached: OrderedDict[bytes, tuple[float, bytes]] = OrderedDict()
-        """Hash of the request → when the tokens arrived, and the tokens."""
+        """When the tokens arrived, and the tokens, by the hash of the request."""
         self.used_bytes = 0
         self._failures: dict[str, int] = {}
         self._paused_until_s: dict[str, float] = {}
 
     async def tokenize(self, node: TokenizingNode, path: bytes, body: bytes) -> bytes | None:
         """Return the prompt's tokens, four bytes each, little-endian; None if they are not available."""
+        # Other engines' /tokenize takes a text, and has no chat template.
         if node.engine != "vllm":
             return None
         try:
@@ -112,6 +117,7 @@ class RemoteTokenizer:
             return None
         if isinstance(request, list):
             return self._packed(request)
+        # A hash, not the request: the cache must not keep what users typed.
         key = hashlib.blake2b(request, digest_size=16).digest()
         tokens = self._look_up(key)
         if tokens is None and not self.is_paused(node):
@@ -214,7 +220,7 @@ def _value(fields: Fields, name: str) -> Any:
 
 
 def _completion(fields: Fields) -> bytes | list[int]:
-    """Several prompts would need as many requests."""
+    """Return the request for a completion. Several prompts are refused: each would need a request of its own."""
     if any(_value(fields, name) is not None for name in ("prompt_embeds", "suffix")):
         raise NotTokenizable("a completion with more than its prompt")
     prompt = _value(fields, "prompt")

@@ -127,6 +127,8 @@ def _tool_result(block: dict[str, Any]) -> list[Message]:
     content, call = block.get("content"), block.get("tool_use_id") or ""
     items = content if isinstance(content, list) else []
     texts = [str(item.get("text", "")) for item in items if isinstance(item, dict) and item.get("type") == "text"]
+    # vLLM joins the texts of one tool result with newlines. Each rule here is copied from its converter: one other
+    # character makes all tokens after it wrong.
     text = content if isinstance(content, str) else "\n".join(texts)
     messages: list[Message] = [{"role": "tool", "tool_call_id": call, "content": text}]
     kinds = {item.get("type") for item in items if isinstance(item, dict)}
@@ -147,6 +149,7 @@ def _url(source: Any) -> str:
     return f"data:{source.get('media_type', 'image/jpeg')};base64,{source.get('data', '')}"
 
 
+# Called for each request of the messages API, and takes a render.
 @lru_cache(64)
 def moves_system_messages(template_source: str) -> bool:
     """Return whether vLLM moves system messages to the front, because the template refuses them elsewhere.

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 # A plain message has a role, one text, and nothing else that a template gets (_kernel/body_scan.c).
 
 ROLES: Final = ("", "system", "user", "assistant")
-"""By the kernel's number. The first stands for the start and the end of a chat."""
+"""Roles by the kernel's number. The first stands for the start and the end of a chat."""
 assert len(ROLES) == MESSAGE_ROLES
 SYSTEM_ROLE, USER_ROLE, ASSISTANT_ROLE = 1, 2, 3
 _NUMBERS: Final = {role[0]: number for number, role in enumerate(ROLES) if role}
@@ -43,7 +43,8 @@ ALL_CHATS: Final = (
     *USUAL_CHATS, "uu", "uuuau", "uauu", "uauuau", "suu", "suuuau", "suauu", "usu", "uasu", "suasu", "ssu", "uaau",
     "suaau", "au", "sau",
 )  # fmt: skip
-"""These, too, have roles in an unusual order."""
+"""Chats whose separators are learned if the template accepts them all: besides USUAL_CHATS, some with roles in an
+unusual order."""
 _PLACEHOLDER: Final = "Xq{}kZ"
 
 Transform = Callable[[str], str]
@@ -74,7 +75,7 @@ class TextLayout:
 
     separators: dict[Triple, str]
     transforms: dict[int, int]
-    """By role: the number of the transform."""
+    """Number of the transform (TRANSFORMS) of each role."""
 
     def render(self, roles: Sequence[int], texts: Sequence[str]) -> str | None:
         """Return None where the layout does not cover these roles."""
@@ -112,6 +113,8 @@ def learn_layout(context: RenderContext, chats: Sequence[str]) -> TextLayout | N
         if pieces is None:
             return None
         for place, piece in zip(_triples(roles), pieces, strict=True):
+            # The template looks further than the two roles before: it numbers messages, or prints the last ones
+            # differently.
             if separators.setdefault(place, piece) != piece:
                 return None
     transforms = _find_transforms(context, separators)
@@ -133,6 +136,7 @@ def _split(text: str, placeholders: Sequence[str]) -> list[str] | None:
     """Return the texts around the placeholders; None where they are not there once each, in this order."""
     pieces: list[str] = []
     for placeholder in placeholders:
+        # Some templates print a system message twice, or drop an assistant's.
         if text.count(placeholder) != 1:
             return None
         piece, _placeholder, text = text.partition(placeholder)
@@ -171,11 +175,11 @@ class Start:
     """What belongs to a message before its content: a cut token, and the separator's text after it."""
 
     text: str
-    """With the cut token."""
+    """The cut token and the separator's text after it."""
     cut_token: bytes
-    """Its id, as bytes; empty at the start of a text."""
+    """Id of the cut token, as bytes; empty at the start of a text."""
     transform: Transform | None
-    """None where the content stays as it is."""
+    """What the template does with the content before it prints it; None for nothing."""
 
 
 @dataclass(slots=True, eq=False)
@@ -187,7 +191,7 @@ class TokenLayout:
     ends: Mapping[int, str]
     """What belongs to a message after its content, up to and including the next cut token."""
     last_cuts: Mapping[tuple[int, int], tuple[str, str]]
-    """By the roles of the last two messages: the cut token after the last content, and the text after that token."""
+    """The cut token after the last content, and the text after that token, by the roles of the last two messages."""
     time_key: str
     """What the template printed of the time when the layout was learned."""
 
@@ -282,6 +286,7 @@ class LayoutCheck:
         if template is not None and len(template.literals) <= MAX_LITERALS:
             check_time = CheckTime()
             context, texts = RenderContext(template), tail_rendering.literal_texts(template)
+            # Many templates refuse unusual orders, or merge messages. Usual chats still have a layout then.
             for self._chats in (ALL_CHATS, USUAL_CHATS):
                 self.unsafe = _ALWAYS_UNSAFE
                 self.enabled = self._passes(check_time, context, texts, template.literals)
@@ -359,7 +364,7 @@ def _equal(
 
 
 def _random_chats(texts: Sequence[str], count: int) -> Iterable[tuple[list[int], list[str]]]:
-    """In two of three, user and assistant take turns."""
+    """Yield random chats. In two of three, user and assistant take turns."""
     rng = random.Random(5)
     for number in range(1, count + 1):
         length = rng.randint(1, 7) if number % 20 else _LONG_CHAT
@@ -381,7 +386,7 @@ def _random_chats(texts: Sequence[str], count: int) -> Iterable[tuple[list[int],
 MAX_BODY_BYTES: Final = 1 << 23
 """The tokens of a larger chat would take 10 ms to join, in which the interpreter lock is held."""
 MESSAGE_MS: Final = 0.004
-"""To encode a message takes so long, however short it is."""
+"""Time to encode a message, however short it is."""
 
 
 class PlainLayout:
@@ -405,7 +410,7 @@ class PlainChats:
         self._tokenizer = tokenizer
         self._worst_ms_per_byte: float = tokenizer.worst_ms_per_byte
         self._checks: dict[str, LayoutCheck] = {}
-        """By template source."""
+        """The check of each template, by the template's source."""
         self.messages = MessageTokens(budget_bytes)
 
     def layout(self, context: RenderContext, cut_tokens: Sequence[str], add_special_tokens: bool) -> PlainLayout | None:
@@ -448,6 +453,7 @@ class PlainChats:
         new_bytes = 0
         for message, start, end, _size in found:
             tokens = self._encode(plain, outline, message, start, end)
+            # Also a message that cannot be tokenized alone is kept, as such: the next request need not try it again.
             is_kept = self.messages.add(outline, message, tokens)
             if tokens is None or not is_kept:
                 return None

@@ -40,7 +40,7 @@ class Prompt(msgspec.Struct, gc=False):
     unread_prompts: int = 0
     """Further prompts, which were not read."""
     unread_tokens: int = 0
-    """Their estimated tokens."""
+    """Estimated tokens of the prompts that were not read."""
 
     @property
     def token_count(self) -> int:
@@ -63,7 +63,7 @@ def exact_prompt(tokens: bytes, warm_tokens: int = 0) -> Prompt:
 BYTES_PER_TOKEN: Final = 2
 """Text rarely has fewer bytes to a token. English has four."""
 TEMPLATE_TOKENS: Final = 512
-"""Tokens that a chat template may add to a request."""
+"""Tokens that a chat template may add to a request: a system prompt of its own, and marks around messages."""
 MEDIA_TOKENS: Final = 1500
 """Tokens of a picture, sound or video. Only the engine knows them."""
 
@@ -89,6 +89,7 @@ def longest_prompt(prompt: Prompt) -> tuple[int, bool]:
 def _length(prompt: Prompt) -> tuple[int, bool]:
     tokens = prompt.token_count
     if not prompt.exact:
+        # `tokens` holds bytes of text here, four of which count as one token.
         return tokens * TOKEN_BYTES // BYTES_PER_TOKEN, False
     return tokens + MEDIA_TOKENS * len(prompt.media), prompt.exact_tokens == tokens
 

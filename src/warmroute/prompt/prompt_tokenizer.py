@@ -43,9 +43,11 @@ from warmroute.prompt.template_messages import (
 from warmroute.prompt.tokenizer import Tokenizer, pack_token_ids
 
 CACHE_BYTES: Final = 128 << 20
+"""Default memory of one model's tokenized conversations (`prompts.cache_bytes`)."""
 _SAMPLE_EVERY: Final = 64
 """One of this many requests with a cached prefix is kept for `verify_sample`."""
 _LONG_FIELD_BYTES: Final = 64
+"""A longer field enters the key as a hash."""
 MAX_MESSAGES: Final = 10_000
 """A longer conversation is matched by its text: to render it would take seconds."""
 TEMPLATE_REJECTS: Final = "the chat template rejects the conversation"
@@ -63,6 +65,8 @@ _CONTEXT_FIELDS: Final = {
 """Fields that change the text of a conversation, besides its messages."""
 
 # Measured by bench/decision_latency.py, rounded up.
+# Milliseconds of `TokenizeJob.run` without encoding: fixed, for each byte of the body, and for a context that is not
+# cached.
 _COST_MS: Final = 0.2
 _COST_MS_PER_BODY_BYTE: Final = 1.5e-6
 _COST_MS_OF_A_NEW_CONTEXT: Final = 6.0
@@ -125,6 +129,8 @@ class PromptTokenizer:
             self.chats = ChatTokenizer(tokenizer, cache_bytes)
             self._templates = Templates(tokenizer.templates, tokenizer.special_tokens, self._engine)
             try:
+                # The context of a chat without tools is prepared now, in the loader's thread. Its checks take a second,
+                # which the first request must not pay.
                 request = read_request_body(b"/v1/chat/completions", b"{}")
                 assert request is not None
                 self._add_context(self.chats, request)
@@ -157,6 +163,8 @@ class PromptTokenizer:
         prompt = self.chats.plain_chats.tokenize(context.plain_layout, outline, body, max_ms)
         if prompt is not None:
             self._plain_requests += 1
+            # Probes cannot contain everything that a template might depend on. Real traffic shows it, by its own
+            # samples.
             if self._plain_requests % _SAMPLE_EVERY == 1:
                 self._sample = RequestBody(Endpoint.CHAT, body, outline)
             prompt.cache_salt = outline.cache_salt

@@ -22,7 +22,8 @@ from warmroute.prompt.request_body import has_prompt, text_prompt
 log = EventLog("warmroute.prompts")
 
 MAX_PENDING: Final = 64
-"""Prompts that may wait for a thread. The router routes further ones by load."""
+"""Prompts that may wait for a thread or a node. The router routes further ones by load: a wait for a better choice must
+not become a queue."""
 
 OnRead = Callable[[Prompt | None], None]
 FetchTokens = Callable[[str, bytes, bytes], Awaitable[bytes | None]]
@@ -35,7 +36,7 @@ class PendingPrompt:
 
     _on_read: OnRead | None
     _read: Callable[[], Prompt | None] | None = None
-    """Reads the prompt, in a thread. It holds the body, which a cancelled request must not keep."""
+    """Reads the prompt, in a thread. The function holds the body, which a cancelled request must not keep."""
 
     def cancel(self) -> None:
         self._on_read = self._read = None
@@ -145,6 +146,7 @@ class PromptReader:
             own = tokenizer.tokenizer
             reading = "inexact" if own is not None and prompt.inexact_reason == own.inexact_reason else "text"
         key, counts = (model, reading), self._counters.prompts
+        # Clients can invent names of models: only names that a node serves become label values.
         if key in counts or self._is_served(model):
             counts[key] += 1
 
@@ -200,6 +202,7 @@ class PromptReader:
             pending.done(prompt)
 
         def hand_to_loop(read: Future[Prompt | None]) -> None:
+            # A thread may end after the router's loop: at the end of the process, and in tests.
             if not loop.is_closed():
                 loop.call_soon_threadsafe(settle, read)
 

@@ -29,7 +29,7 @@ from warmroute.prompt.tokenizer import Tokenizer, load_tokenizer
 # The loader opens only tokenizer files and chat templates, runs templates only in a sandbox, and executes nothing else.
 
 _MAX_FILE_BYTES: Final = 512 << 20
-"""A larger file is not a tokenizer.json."""
+"""A larger file is not a tokenizer.json. A node names the path, so it may be any file of this machine."""
 _MAX_REASON_LENGTH: Final = 300
 
 
@@ -39,10 +39,10 @@ class TokenizerSpec:
 
     path: str
     chat_template: str
-    """A file; empty for the model's own template."""
+    """Path of a chat template; empty for the model's own."""
     content_format: ContentFormat | None
     template_kwargs: bytes
-    """As JSON, because 1 and True are equal in Python."""
+    """The template's variables as JSON, because 1 and True are equal in Python."""
     trust_request_chat_template: bool
     exclude_tools_when_tool_choice_none: bool
     max_model_len: int
@@ -180,15 +180,15 @@ class ModelRoot:
     path: str
     """The model's path on the node, or its name on a hub; empty where the card names neither."""
     max_model_len: int
-    """0 where it is unknown."""
+    """The model's context window; 0 where the card does not say it."""
 
 
 @dataclass(slots=True)
 class ListedModels:
     roots: dict[str, ModelRoot] = field(default_factory=dict)
-    """By model name, without adapters."""
+    """Root and window of each model, without adapters."""
     adapters: dict[str, str] = field(default_factory=dict)
-    """Adapter names and their base models."""
+    """Base model of each adapter."""
 
 
 def read_model_cards(cards: Sequence[Mapping[str, object]], configured: Iterable[str] = ()) -> ListedModels:
@@ -261,6 +261,7 @@ class TokenizerRegistry:
         """Without `locate`, names on a hub are not searched."""
         # constant
         self._now = now
+        # One thread: loading takes seconds of CPU, and two at once would take the event loop's core.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="warmroute-tokenizers")
         self._loader = TokenizerLoader()
         """Used in the thread only."""
@@ -280,15 +281,14 @@ class TokenizerRegistry:
 
         # changes with nodes and files
         self._listed: dict[str, ListedModels] = {}
-        """By node."""
+        """What each node lists."""
         self._entries: dict[str, _Entry] = {}
         self._retry_at_s: dict[TokenizerSpec, float] = {}
-        """Specs that could not be loaded."""
+        """When a spec that could not be loaded is tried again."""
         self._adapters: dict[str, str] = {}
-        """LoRA adapters and their base models."""
+        """Base model of each LoRA adapter."""
         self.by_model: dict[str, PromptTokenizer] = {}
-        """Those that are loaded. For other models prompts are matched as text."""
-        """By model or adapter."""
+        """The tokenizers that are loaded, by model or adapter. Prompts for other models are matched as text."""
         search = None if locate is None else lambda hub_id: locate(hub_id, self._prompts.download_tokenizers)
         self._hub = HubTokenizers(search, now, self._start, self._located)
 
@@ -391,6 +391,7 @@ class TokenizerRegistry:
         entry = self._entries.get(name)
         in_use = entry.loaded.path if entry is not None and entry.loaded is not None else ""
         # first the path in use, as long as a node names it; last those that failed
+        # Nodes of one model may name different paths. Without an order, the tokenizer would change with each poll.
         specs.sort(key=lambda spec: (spec.path != in_use, self._waits_for_retry(spec)))
         return specs[0] if specs else None
 

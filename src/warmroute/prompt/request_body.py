@@ -80,9 +80,9 @@ MAX_DECODE_MS: Final = 15.0
 """A value that takes longer to parse is not parsed: a JSON parser holds the interpreter lock, and so stops the event
 loop even if it runs in a thread."""
 _UNCHECKED_BYTES: Final = 32_768
-"""A value of this size is parsed in less time than that."""
+"""A value up to this size is parsed without an estimate: it takes less than MAX_DECODE_MS in any case."""
 _MAX_LIST_BYTES: Final = 1 << 20
-"""The items of a longer list are parsed one by one."""
+"""The items of a longer list are parsed one by one, so that other threads get their turn between them."""
 
 ConvertItem = Callable[[Any], list[Message]]
 """Convert one item of the request's list to messages for the chat template. Raises UnsupportedRequest."""
@@ -160,6 +160,7 @@ def decode_json(body: bytes, start: int, end: int) -> Any:
         pass
     try:
         if len(text) <= MAX_LOOP_BYTES:
+            # Engines parse bodies with Python's own parser.
             return json.loads(text)  # it accepts some texts that msgspec refuses
     except (ValueError, RecursionError):
         pass
@@ -198,7 +199,7 @@ _OUTPUT_LIMITS: Final[dict[bytes, tuple[int, int | None]]] = {
     Endpoint.RESPONSES.value: (_MAX_OUTPUT_TOKENS, None),
     Endpoint.MESSAGES.value: (_MAX_TOKENS, None),
 }
-"""By path: the fields that limit the output, and the limit where there is no `max_tokens`."""
+"""The fields that limit the output, and the limit where there is no `max_tokens`, by path."""
 _NO_OUTPUT_LIMIT: Final = (0, None)
 
 
@@ -210,7 +211,7 @@ class RequestBody:
         self.body = body
         self.outline = outline
         self.fields = outline.fields
-        """Start and end of each field's value."""
+        """Start and end of each field's value in the body."""
 
     def value(self, name: str) -> Any:
         """Return the field's value, None where the body has no such field. Raises UnsupportedRequest."""
@@ -321,6 +322,7 @@ def splice(body: bytes, outline: Outline, values: Mapping[str, bytes]) -> bytes:
     for (start, end), value in known:
         pieces += (view[at:start], value)
         at = end
+    # The scan has checked that the body is one object: its last brace closes it.
     close = body.rindex(b"}")
     pieces.append(view[at:close])
     separator = b"" if _is_empty(body, close) else b","

@@ -49,7 +49,9 @@ def literal_texts(template: ChatTemplate) -> list[str]:
 
 
 def random_conversations(context: RenderContext, texts: Sequence[str], count: int) -> Iterator[list[Message]]:
-    """In two of three, the roles are in a valid order: questions are answered, tools are called before they answer."""
+    """Yield random conversations. In two of three, the roles are in a valid order: questions are answered, tools are
+    called before they answer."""
+    # Fixed seeds: a template must not pass in one process and fail in the next.
     rng = random.Random(4)
     for number in range(1, count + 1):
         length = rng.randint(2, 9) if number % 20 else _LONG_CONVERSATION
@@ -151,7 +153,9 @@ class TailRenderer:
     def __init__(
         self, context: RenderContext, non_question_literals: Collection[str], short_stub_suffices: bool = False
     ) -> None:
-        """Both parameters after the first are results of the probes. Raises TemplateRejected."""
+        """`non_question_literals` and `short_stub_suffices` are results of the probes. Raises TemplateRejected."""
+        # The stub's text is removed again, so its tools need not be all. One stays, because templates print other texts
+        # with tools than without.
         self._context = context.with_one_tool()  # tools are printed at the beginning, and may be long
         self._non_question_literals = non_question_literals
         self.short_stub_suffices = short_stub_suffices
@@ -250,14 +254,15 @@ def may_be_prefix(messages: Sequence[Message], renderer: TailRenderer) -> bool:
 # the probes, since rendering whole conversations and their prefixes takes the most time.
 
 _DEFAULT_CONTEXT_PROBES, _OTHER_CONTEXT_PROBES, _REQUEST_PROBES = 300, 60, 4
-"""Random conversations per check."""
+"""Random conversations for the default context, for each other context, and for a request's own context."""
 _MIN_COMPARISONS: Final = 30
+"""A check with fewer comparisons has hardly tested anything: the template refused most probes."""
 MAX_LITERALS: Final = 150
-"""A template that searches for more strings is not checked, since all pairs of them would have to be."""
+"""A template that searches for more strings than this is not checked: all pairs of them would have to be."""
 MAX_CHECK_S: Final = 20.0
 """CPU time after which a template that is not checked by then counts as unsafe."""
 _MAX_CUTS: Final = 64
-"""How far back from the end the search for a cut goes: each step reads all messages before it."""
+"""How many messages back from the end the search for a cut goes: each step reads all messages before it."""
 
 
 class CheckTime:
@@ -283,12 +288,12 @@ class TailCheck:
     def __init__(self, template: ChatTemplate | None) -> None:
         """Check the template, which takes about a second. None disables tail rendering without a check."""
         self.safe_for_clean_messages = False
-        """Tail rendering is right where no message contains a string that the template searches for."""
+        """Whether tail rendering is right if no message contains a string that the template searches for."""
         self.safe_for_all_messages = False
         self.non_question_literals: tuple[str, ...] = ()
         """Strings that make the template treat a user's message as something else (Qwen3: `<tool_response>`)."""
         self.short_stub_suffices = False
-        """The shortest stub can precede every tail."""
+        """Whether the shortest stub can precede every tail."""
         if template is not None and len(template.literals) <= MAX_LITERALS:
             self.non_question_literals = template.long_literals
             self._run(probe_contexts(template), literal_texts(template))
@@ -422,9 +427,9 @@ class _Conversation:
         self._messages = messages
         self._whole = context.render(messages)
         self._prefixes: dict[int, str | None] = {}
-        """By end. None where the template rejects the prefix."""
+        """Text of each prefix, by its end. None where the template rejects the prefix."""
         self._tails: dict[tuple[int, bool], str | None] = {}
-        """By start, and whether the stub is short."""
+        """Text of each tail, by its start and by whether the stub is short."""
 
     def differs_at(self, end: int, renderer: TailRenderer) -> bool | None:
         """Return whether prefix and tail differ from the whole. None where no cached prefix can end at this message."""

@@ -22,17 +22,20 @@ from jinja2.compiler import CodeGenerator, Frame, optimizeconst
 from jinja2.filters import FILTERS
 
 MAX_CPU_S: Final = 1.0
+"""An ordinary conversation takes milliseconds. A thread that renders for longer is taken from other prompts."""
 STEPS_PER_CHECK: Final = 128
+"""Reading the thread's clock at each step would cost more than the steps."""
 PIECES_PER_CHECK: Final = 32
-"""Of the output."""
+"""Pieces of the output between two checks of its length."""
 MAX_LENGTH: Final = 1 << 23
 """Characters of a text, more than any context window holds. To join more, and their tokens, would stop the event loop
 for over 10 ms, since that holds the interpreter lock."""
 MAX_ITEMS: Final = 1 << 20
-"""Of a list; and values in a list or dict that is converted to text, nested ones included."""
+"""Items of a list, and values in a list or dict that is converted to text, nested ones included."""
 MAX_WIDTH: Final = 10_000
-"""To which a text is padded or indented."""
+"""Largest width to which a text is padded or indented."""
 MAX_INTEGER_BITS: Final = 4096
+"""`2 ** 2 ** 40` would take all memory in one step."""
 REMOVED_FILTERS: Final = ("pprint", "striptags", "urlize", "wordwrap", "xmlattr")
 """Filters whose time can grow with the square of their input. No known chat template uses them."""
 _SEQUENCES: Final = (str, list, tuple)
@@ -105,7 +108,7 @@ def _check_format(text: Any, values: Iterable[Any]) -> None:
 
 
 def to_text(value: Any) -> str:
-    """What is printed, and the parts of `~`."""
+    """Return a value as text: what is printed, and the operands of `~`."""
     if isinstance(value, _CONTAINERS):
         check_printed(value)
     return str(value)
@@ -118,7 +121,7 @@ def add(left: Any, right: Any) -> Any:
 
 
 def join_texts(values: Iterable[Any]) -> str:
-    """The operator `~`."""
+    """Apply the operator `~`."""
     return concat([to_text(value) for value in values])
 
 

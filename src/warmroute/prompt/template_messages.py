@@ -137,6 +137,7 @@ def _part(part: Any) -> dict[str, Any] | None:
 
 
 def media_mark(part: dict[str, Any]) -> str:
+    # The whole part counts: the same picture with another level of detail has other tokens.
     content = json.dumps(part, sort_keys=True).encode()
     modality = "a" if "audio" in _kind(part) else "v" if "video" in _kind(part) else "i"
     return MEDIA_MARK + modality + hashlib.blake2b(content, digest_size=16).hexdigest()
@@ -267,7 +268,7 @@ class EngineOptions:
     trust_request_chat_template: bool = False
     exclude_tools_when_tool_choice_none: bool = False
     max_model_len: int | None = None
-    """In tokens; None where it is unknown."""
+    """The context window in tokens; None where it is unknown."""
 
 
 class Templates:
@@ -322,7 +323,7 @@ class RenderContext:
     engine_format: ContentFormat | None = None
     """The content format that the engine was started with; None: it follows the template."""
     uses_model_template: bool = True
-    """False where the request brought its own template."""
+    """Whether the template is the model's. A request may bring its own."""
 
     @property
     def content_format(self) -> ContentFormat:
@@ -337,7 +338,7 @@ class RenderContext:
         return short
 
     def identity(self) -> tuple[Any, ...]:
-        """Equal for contexts that render equal messages to equal texts."""
+        """Return a value that is equal for contexts that render equal messages to equal texts."""
         return (
             self.template.source,
             self.tools,
@@ -428,5 +429,7 @@ def _variables(fields: Mapping[str, Any], engine: EngineOptions) -> dict[str, An
         overrides["enable_thinking"] = effort != "none"
     merged = {**kwargs, **{name: value for name, value in overrides.items() if value not in _UNSET}}
     merged = {name: value for name, value in merged.items() if value not in _UNSET}
+    # The request's values win over the engine's defaults; unset ones do not count, or `null` would switch a default
+    # off.
     merged = {**engine.default_chat_template_kwargs, **merged}
     return {name: value for name, value in merged.items() if name not in _NOT_FOR_THE_TEMPLATE}

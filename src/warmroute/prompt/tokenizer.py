@@ -88,7 +88,7 @@ _QWEN3_5_SPLIT: Final = (
 class TokenizerFiles:
     tokenizer: LibraryTokenizer
     special_tokens: dict[str, str]
-    """By name: bos_token, eos_token, … They are variables of a chat template."""
+    """The special tokens by name (bos_token, eos_token, …), which are variables of a chat template."""
     templates: dict[str, str] = field(default_factory=dict)
     """Chat templates by name. Most models have one, named `default`."""
     inexact_reason: str = ""
@@ -251,6 +251,7 @@ def _templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
 # Token ids are bytes, four for each id, little-endian, so that there is no Python object for each token.
 
 SEGMENT_CACHE_BYTES: Final = 64 << 20
+"""Memory of fastokens for texts that it has met: the next turn of a conversation repeats all earlier ones."""
 _MAX_CACHED_TEXT, _MAX_CACHED_TEXTS = 200, 256
 """Bounds of the cache of `encode_cached`: characters of a text, and number of texts."""
 
@@ -291,7 +292,7 @@ class Tokenizer:
         self._fast = self._load_fast(definition, segment_cache_bytes)
         self._encoding_time = EncodingTime(self.encode, self._fast is not None)
         self.worst_ms_per_byte = self._encoding_time.worst_ms_per_byte
-        """The longest that it takes to encode a text, for each of its bytes."""
+        """Milliseconds that the slowest kinds of text take for each byte."""
         self.special_prefix, self.special_suffix = self._find_special_tokens()
         """The tokens that `add_special_tokens` puts before and after a text."""
 
@@ -311,6 +312,7 @@ class Tokenizer:
         if tokens is None:
             tokens = self.encode(text)
             if len(text) <= _MAX_CACHED_TEXT:
+                # Ends of prompts are few and repeat at once. A cleared cache is full again after as many requests.
                 if len(self._cached) >= _MAX_CACHED_TEXTS:
                     self._cached.clear()
                 self._cached[text] = tokens
@@ -365,6 +367,7 @@ class Tokenizer:
             return None
         fast.enable_segment_cache(segment_cache_bytes)
         for text in self.check_texts():
+            # Its cache is the part of fastokens that could differ without anyone noticing.
             for _repetition in range(2):  # the second time from its cache
                 if fast.encode_batch_flat([text])[0] != self._encode_reference(text):
                     self.slow_reason = "fastokens and tokenizers encode the fixed texts differently"
@@ -415,6 +418,7 @@ def _overlap(other: str, token: str) -> bool:
 
 
 def _fingerprint(tree: dict[str, Any]) -> str:
+    # These parts change no ids of an encoded text. Two copies of a model may differ in them.
     ignored = ("version", "decoder", "truncation", "padding")
     relevant = {name: part for name, part in tree.items() if name not in ignored}
     return hashlib.sha256(msgspec.json.encode(relevant, order="deterministic")).hexdigest()[:16]

@@ -77,6 +77,8 @@ class RolePools:
         # The pool that lacks more comes first; of two equal ones that which serves requests.
         for pool in sorted(pools, key=lambda one: (-_utilisation(views[one]), one)):
             other = other_pool(pool)
+            # The busier pool comes first and could take all of `max_nodes`. What the other pool needs at least stays
+            # free.
             reserved = _role_limits(config, other).min_nodes if other in pools and other not in decisions else 0
             limits = limits_of[pool] = _limits(config, pool, paid[pool], paid[other], reserved, removed, view, wall_s)
             by_fleet = limits.max_nodes < _role_limits(config, pool).max_nodes
@@ -104,6 +106,7 @@ class RolePools:
         to = max(POOLS, key=lambda pool: decisions[pool].needed)
         other = other_pool(to)
         lacking, sparing, now_s = decisions[to], decisions[other], views[to].now_s
+        # A node that goes one way and back at once helps neither pool.
         wait_s = config.cooldown_up_s if self._switched_to == to else config.cooldown_down_s
         if not lacking.needed or sparing.needed or now_s - self._switched_s < wait_s:
             return []
@@ -111,11 +114,14 @@ class RolePools:
         inputs.panicking = sparing.panicking
         candidates, _ = removable_nodes(inputs, _role_limits(config, other).min_nodes, any_node=True)
         room = _role_limits(config, to).max_nodes - lacking.nodes
+        # A mixed node serves both kinds of requests already: it has no side to leave.
         names = [one.node.name for one in candidates if one.node.switchable and one.node.role != "mixed"]
         chosen = names[: max(0, min(lacking.needed, room))]
         if not chosen:
             return []
         self._switched_s, self._switched_to = now_s, to
+        # A switch counts as a change of both pools, so that neither adds or removes nodes before its effect is
+        # measured.
         self.scalers[to].changed_s = (now_s, self.scalers[to].changed_s[1])
         self.scalers[other].changed_s = (self.scalers[other].changed_s[0], now_s)
         kept = max(0, len(lacking.additions) - len(chosen))
@@ -164,6 +170,8 @@ def desired_in_workload(last: ScalingDecision | None, config: Scaling, pool: Poo
         desired = last.pools[pool].desired_nodes
     elif not last.pools and pool == "decode":  # no node has a role
         desired = last.desired_nodes
+    # KEDA sets replicas of a Deployment by its own role. A decode node that plays prefill still runs in the decode
+    # Deployment.
     counted = [node for node in nodes if not node.draining and node.health.state in COUNTED]
     changed = [node for node in counted if pool_of(node.role) != pool_of(node.config.role)]
     away = sum(pool_of(node.config.role) == pool for node in changed)
@@ -206,6 +214,7 @@ def _utilisation(view: FleetView) -> float:
     serving = [node for node in view.nodes if node.serving]
     demand = Demand(view, view.stable, speeds)
     used = demand.utilisation(size_of(serving, speeds))
+    # A pool with load and without nodes has infinite utilisation. Two such pools must still have an order.
     return used if isfinite(used) else 1e9
 
 
@@ -224,9 +233,11 @@ def _limits(
     minimum = limits.min_nodes
     idle = 0 < config.scale_to_zero_after_s <= view.idle_s and not view.waiting
     if config.min_nodes == 0 and ((idle and taken <= 1) or not (view.nodes or elsewhere)):
+        # A prefill node without a decode node serves nothing, and costs as much.
         minimum = reserved = 0  # both go together
     elif pool == "decode":
         minimum = max(minimum, max(config.min_nodes, scheduled_min_nodes(config.hours, wall_s)) - taken)
+    # Above the maximum, each pool would remove the whole excess: what the first pool removes is not removed again.
     excess = max(0, taken + here - removed - config.max_nodes)
     room = config.max_nodes - taken
     least = min(max(minimum, 1), max(here, room))  # a minimum adds no machine above the fleet's maximum
@@ -282,7 +293,10 @@ def _combined(
 # carries out its decisions, for the service in real time and for replay in virtual time.
 
 HOT_PREFIXES_CHECKED: Final = 64
+"""The hottest prefixes that are looked up when a node leaves. A colder one costs less to prefill again than to move."""
 MAX_PREFIXES_MOVED: Final = 8
+"""A node that leaves prefills them one after the other on other nodes, within PREWARM_TIMEOUT_S, while it is paid
+for."""
 
 
 class Autoscaler:
@@ -354,6 +368,8 @@ class Autoscaler:
     @property
     def terminating(self) -> list[PaidNode]:
         """Machines that are still paid for and are not in the fleet any more, or never were."""
+        # A machine that left the fleet runs until its provider has ended it. It has to count towards `max_nodes` and
+        # the budget for that long, or an outage would buy twice.
         in_fleet = {node.name for node in self._fleet}
         outside = [managed for managed in self.managed if not managed.pending and managed.name not in in_fleet]
         return [paid_for(managed.offer) for managed in outside]
@@ -393,6 +409,7 @@ class Autoscaler:
         """Return the hot prefixes that only this node holds, which another node prefills before this one leaves."""
         if self._hot is None:
             return []
+        # Two nodes that drain together may each hold a copy: neither copy will be there.
         leaving = {name, *self.draining_names}
         staying = {node.name for node in self._fleet if node.name not in leaving and not node.draining}
         found = []

@@ -34,6 +34,7 @@ from warmroute.scaling.observer import FleetView, NodeView, WindowMetrics
 from warmroute.scaling.scaling_decision import PaidNode
 
 MAX_RETENTION_S: Final = 86_400.0
+"""A day. Without evictions a block would stay for ever."""
 MIN_MISS_RATIO: Final = 0.02
 """Fraction of a prompt that is assumed to be computed in any case."""
 MIN_SPARE: Final = 0.05
@@ -41,7 +42,8 @@ MIN_SPARE: Final = 0.05
 MAX_UTILISATION: Final = 0.98
 """Above this utilisation the estimated wait is infinite."""
 MAX_VARIATION: Final = 25.0
-"""A window has few requests; one very long prompt among them says little about the next."""
+"""The variance of the prefill work counts up to this multiple of its squared mean. A window has few requests, and one
+very long prompt among them says little about the next."""
 WAIT_SHARE: Final = 0.3
 """Requests may wait for `max_mean_wait_ms`, or for this fraction of their own service time if that is longer."""
 
@@ -68,6 +70,7 @@ class GpuSpeeds:
         self._ms: dict[str, float] = {}
         self._blocks: dict[str, float] = {}
         for gpu, same_gpu in by_gpu.items():
+            # The median: one node with a throttled clock must not make all nodes of its kind look slow.
             learned = [node.ms_per_token for node in same_gpu if node.learned]
             if learned:
                 self._ms[gpu] = median(learned)
@@ -99,7 +102,7 @@ class Demand:
         self.size = size_of(serving, speeds)
         self._window = window
         self._waiting = view.waiting
-        """Assumed to be served within one window, beside new arrivals."""
+        """The requests that wait now. They are assumed to be served within one window, beside new arrivals."""
         self._usual_ms = speeds.usual_ms
         self._reuse_within = view.reuse_within
         self._inflow = sum(
@@ -133,6 +136,8 @@ class Demand:
         work = window.prefill_work or 0.0
         now, then = window.hit_ratio, self.hit_ratio(size)
         if now is not None and then is not None:
+            # `work` is what the current caches left to compute. With the other fleet's caches it shrinks or grows with
+            # the misses.
             work *= (1.0 - then) / max(MIN_MISS_RATIO, 1.0 - now)
         decode_ms = (window.decode_context or 0.0) * self._slope_ms
         waiting_per_s = self._waiting / max(1.0, window.span_s)
@@ -154,6 +159,8 @@ class Demand:
         used = self.utilisation(size, growth)
         if used <= 0:
             return 0.0
+        # The formula diverges at 1, and its inputs are estimates: just below it, it would return seconds or hours by
+        # rounding.
         if used >= MAX_UTILISATION:
             return inf
         service_ms = self.service_ms(size)

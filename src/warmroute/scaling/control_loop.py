@@ -132,6 +132,8 @@ class MachineReconciler:
         """Return a managed node for a machine that an earlier router requested; None if it is not to be adopted."""
         assert client.status_s is not None
         terminated_s = self.terminated_s.get((client.name, machine.token))
+        # Providers list a machine for seconds after they accepted its termination. Adopted again, it would be
+        # terminated and adopted in turns.
         may_be_stale = terminated_s is not None and client.status_s - terminated_s <= CONSISTENCY_S
         if machine.state in TERMINATED_STATES or self._controller.autoscaler.config.dry_run or may_be_stale:
             return None
@@ -155,6 +157,7 @@ class MachineReconciler:
         if node is None:
             offer = managed.offer
             name = managed.log_name
+            # The short name has eight characters of the token. With the whole token it is unique.
             if any(other.name == name for other in self._fleet):
                 name = f"{offer.provisioner}-{managed.token}"
             try:
@@ -177,6 +180,8 @@ class MachineReconciler:
                 self._controller.offer_failed(managed, reason)
                 self._controller.apply(managed, LifecycleEvent.REMOVE, reason)
                 return
+            # The node is in the fleet so that its health is checked, and drained so that no request meets its cold
+            # cache.
             self._controller.set_draining(node.name, True)
         elif self._managed.named(node.name) is not None:
             self._controller.apply(managed, LifecycleEvent.ACCEPTED)
@@ -193,6 +198,8 @@ class MachineReconciler:
                 managed.missing_since_s = None
             elif managed.missing_since_s is None:
                 managed.missing_since_s = client.status_s
+            # Providers' lists are eventually consistent. A node that serves must not leave the fleet because one list
+            # lacks it.
             elif client.status_s - managed.missing_since_s > CONSISTENCY_S:
                 self._controller.apply(managed, LifecycleEvent.GONE, "the provisioner does not report it any more")
         for (name, token), terminated_s in list(self.terminated_s.items()):
@@ -206,6 +213,7 @@ class MachineReconciler:
 
 Post = Callable[[Node, str, bytes, float], Awaitable[tuple[int, bytes]]]
 PREFILL_TIMEOUT_S: Final = 30.0
+"""Time for one prefix. The next one follows, so a hung engine costs no more than this."""
 
 
 class PrefixPrefiller:
@@ -251,15 +259,19 @@ def completion_body(prefix: HotPrefix) -> bytes | None:
 # deployment's name, and the next router adopts them.
 
 TURN_S: Final = 1.0
+"""How often the loop looks at reports and time limits. Decisions come every `scaling.interval_s`."""
 STANDBY_S: Final = 0.1
-"""Time after which a router that does not lead looks whether it does."""
+"""Time between two looks at the lease of a router that does not lead. It is short, so that a crash of the leader stops
+scaling for a moment only."""
 RETRY_S: Final = 1.0
+"""Pause after the first failed termination. It doubles up to MAX_RETRY_S."""
 MAX_RETRY_S: Final = 60.0
-"""Termination is retried until it succeeds, ever more slowly: a machine that runs is paid for."""
+"""Longest pause between two terminations of one machine. The router tries until it succeeds: a machine that runs is
+paid for."""
 
 
-class NodeRegistry(Protocol):
-    """Adds nodes to the service and removes them."""
+class ScalingNodes(Protocol):
+    """The service's nodes: added, removed, drained and given roles, in all processes."""
 
     def add_node(self, config: NodeConfig) -> Node: ...
     def remove_node(self, name: str) -> Node: ...
@@ -273,21 +285,21 @@ class LeaderLease(Protocol):
 
     @property
     def state(self) -> bytes:
-        """What the leader before stored; empty if nothing."""
+        """What the previous leader stored; empty if it stored nothing."""
 
     async def commit(self, state: bytes) -> bool:
         """Store the state before an action. Return whether this process leads, and may act."""
 
 
 class ControllerLoop:
-    """The controller's Actuator."""
+    """Starts what the controller decides: provisioners' calls, prefills, drains. It is the controller's Actuator."""
 
     def __init__(
         self,
         autoscaler: Autoscaler,
         clients: Sequence[ProvisionerClient],
         fleet: Fleet,
-        nodes: NodeRegistry,
+        nodes: ScalingNodes,
         prefiller: PrefixPrefiller,
         now: Callable[[], float] = time.monotonic,
         is_leader: Callable[[], bool] = lambda: True,
@@ -342,6 +354,8 @@ class ControllerLoop:
             self._on_leader_change()
         if not leading:
             return
+        # The state is stored each turn, also without a decision: states and backoffs of nodes change by
+        # themselves.
         if self._lease is not None and not self._storing:
             self._storing = True
             self._start(self._store())
@@ -351,6 +365,8 @@ class ControllerLoop:
                 self._start(self._refresh(client))
         self.controller.check_timeouts(now_s)
         self.controller.check_nodes(now_s)
+        # Until every provisioner has answered or failed once, the machines of an earlier router are unknown: a decision
+        # would buy them again.
         due = now_s - self._decided_s >= self.autoscaler.config.interval_s
         if due and all(client.answered for client in self.clients.values()):
             self._decided_s = now_s
@@ -380,6 +396,8 @@ class ControllerLoop:
             task.cancel()
         self.autoscaler.managed.clear()
 
+    # The intent is stored before the action. If this process dies between the two, the next leader knows the token and
+    # finds the machine.
     async def _may_act(self) -> bool:
         """Return whether this process still leads, after it has stored what it intends to do."""
         if self._lease is None:
@@ -473,6 +491,7 @@ class ControllerLoop:
                 node=managed.log_name,
                 provisioner=client.name,
             )
+            # The node stays REQUESTED: the machine may exist. Only the offer is not asked again for a while.
             self.autoscaler.offers.back_off(managed.offer.key, "no response in time", self._now())
         except Exception as error:  # the machine may have been created all the same, so it is terminated
             reason = str(error) if isinstance(error, ProvisionerError) else f"{type(error).__name__}: {error}"

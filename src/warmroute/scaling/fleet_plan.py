@@ -28,9 +28,9 @@ from warmroute.scaling.thresholds import paid_node, rank_candidates
 MIN_REQUESTS: Final = 50
 """Fewer requests say too little about a p90."""
 RECENT_SHARE: Final = 1 / 3
-"""Of the recorded time: the arrivals now."""
+"""The arrivals of this last part of the recorded time count as those of now: 10 of 30 minutes."""
 MENTIONED: Final = 0.05
-"""An explanation mentions a difference from the usual floor from this fraction of the limit on."""
+"""An explanation mentions how far the TTFT is above its baseline, from this fraction of the limit on."""
 SAME_LOAD: Final = 0.01
 """Loads that differ by less than this fraction count as the same."""
 _DEFAULTS: Final = ScalingReplay()
@@ -66,14 +66,14 @@ class ReplayedFleet(msgspec.Struct, kw_only=True, frozen=True):
 
     nodes: int
     usd_per_hour: float
-    """Of the whole fleet."""
+    """Price of the whole fleet."""
     offer: OfferKey | None = None
-    """Of the nodes that were added."""
+    """Offer of the nodes that were added."""
     load: float = 1.0
     """Arrivals relative to the recorded traffic."""
     arrivals_per_s: float = 0.0
     tokens_per_s: float = 0.0
-    """Of prompts and answers."""
+    """Tokens per second of prompts and answers together."""
     ttft_p50_ms: float | None = None
     ttft_p90_ms: float | None = None
     ttft_p99_ms: float | None = None
@@ -97,17 +97,18 @@ def mean_of(one: ReplayedFleet, other: ReplayedFleet, objective: Objective) -> R
         values = [value for value in (getattr(one, name), getattr(other, name)) if value is not None]
         means[name] = sum(values) / len(values) if values else None
     fleet = msgspec.structs.replace(one, **means)
+    # A replay that was stopped has the figures of the part before: too good to be averaged.
     is_worse = any(_is_worse(replayed, objective) for replayed in (one, other))
     worst = max(one.excess, other.excess)
     return msgspec.structs.replace(fleet, excess=worst if is_worse else _excess_of(fleet, objective))
 
 
-def judged_excess(fleet: ReplayedFleet, objective: Objective, unusual_ms: float) -> float:
-    """Return the excess without this part of the TTFT p90. A replay that was stopped, or lost requests, has it whole:
-    then requests wait."""
-    if not unusual_ms or _is_worse(fleet, objective):
+def judged_excess(fleet: ReplayedFleet, objective: Objective, above_baseline_ms: float) -> float:
+    """Return the excess of a fleet whose TTFT p90 is reduced by `above_baseline_ms`. A replay that was stopped, or lost
+    requests, is not reduced: its requests wait."""
+    if not above_baseline_ms or _is_worse(fleet, objective):
         return fleet.excess
-    return _excess_of(fleet, objective, unusual_ms)
+    return _excess_of(fleet, objective, above_baseline_ms)
 
 
 def _is_worse(fleet: ReplayedFleet, objective: Objective) -> bool:
@@ -115,21 +116,21 @@ def _is_worse(fleet: ReplayedFleet, objective: Objective) -> bool:
     return fleet.excess > 1.001 * _excess_of(fleet, objective)
 
 
-def _excess_of(fleet: ReplayedFleet, objective: Objective, unusual_ms: float = 0.0) -> float:
-    ttft_p90_ms = None if fleet.ttft_p90_ms is None else max(0.0, fleet.ttft_p90_ms - unusual_ms)
+def _excess_of(fleet: ReplayedFleet, objective: Objective, above_baseline_ms: float = 0.0) -> float:
+    ttft_p90_ms = None if fleet.ttft_p90_ms is None else max(0.0, fleet.ttft_p90_ms - above_baseline_ms)
     return excess(objective, ttft_p90_ms, fleet.ttft_p99_ms, fleet.inter_token_p90_ms, fleet.good_ratio)
 
 
 class PlanRequest(msgspec.Struct, kw_only=True):
     nodes: tuple[FleetNode, ...]
-    """Serving and pending ones. The last `removable` of them may be removed, the very last one first."""
+    """The serving and pending nodes. The last `removable` of them may be removed, the very last one first."""
     removable: int = 0
     offers: tuple[OfferedNode, ...] = ()
-    """The available ones, the cheapest for its speed first."""
+    """The available offers, the cheapest for its speed first."""
     figures: dict[str, NodeFigures]
-    """By GPU. One that is not listed counts as the first one."""
+    """The figures by GPU. A GPU that is not listed counts as the first one."""
     round_trip_ms: dict[str, float] = {}
-    """By island."""
+    """The round trip by island."""
     objective: Objective = Objective()
     margin: float = _DEFAULTS.margin
     max_requests: int = _DEFAULTS.max_requests
@@ -138,9 +139,9 @@ class PlanRequest(msgspec.Struct, kw_only=True):
     share: float = 1.0
     """The fraction of the fleet's requests that is in the recorded traffic: other routers send the rest."""
     target_excess: float = 1.0
-    """That of the last plan: above 1 if no fleet meets the objective."""
-    usual_floor_ms: float | None = None
-    """The usual TTFT p90 of a fleet on which hardly any request waits (replay_planner.py)."""
+    """The `target_excess` of the last plan: above 1 if no fleet meets the objective."""
+    baseline_ttft_ms: float | None = None
+    """The baseline: the usual TTFT p90 of a fleet on which hardly any request waits (replay_planner.py)."""
     known: tuple[ReplayedFleet, ...] = ()
     """Replays of the last minutes, which need not be repeated if they are clear enough."""
     predict_current: bool = False
@@ -154,22 +155,22 @@ class PlanRequest(msgspec.Struct, kw_only=True):
 
 class FleetPlan(msgspec.Struct, kw_only=True):
     nodes: int = 0
-    """Size of the current fleet, pending nodes included."""
+    """Number of nodes of the current fleet, pending ones included."""
     add: int = 0
     postponed: int = 0
-    """Nodes that this search would add, too, if it had measured more requests."""
+    """Nodes that the replays call for, and that too few measured requests do not justify yet."""
     offer: OfferKey | None = None
     spare: int = 0
     """How many nodes the fleet could do without."""
     fleets: tuple[ReplayedFleet, ...] = ()
     larger: ReplayedFleet | None = None
-    """What more nodes than needed would reach."""
+    """The replay of a fleet with more nodes than needed, which shows what they would save."""
     target_excess: float = 1.0
     """Above 1 if no fleet meets the objective: then the plan is the smallest fleet that comes close to the best."""
     floor_ms: float | None = None
     """The TTFT p90 of a fleet that is so large that hardly any request waits, if it was replayed."""
-    unusual_ms: float = 0.0
-    """By how much the floor is above the usual one. This part of a fleet's TTFT p90 does not count."""
+    above_baseline_ms: float = 0.0
+    """By how much `floor_ms` is above the baseline. This part of a fleet's TTFT p90 does not count."""
     rises: bool = False
     """Whether the load rises more than chance explains."""
     growth: float = 1.0
@@ -179,13 +180,13 @@ class FleetPlan(msgspec.Struct, kw_only=True):
     margin: float = 0.0
     """`scaling.replay.margin` when the search began."""
     arrivals_per_s: float = 0.0
-    """Of the recorded traffic, scaled to all routers."""
+    """Arrivals per second in the recorded traffic, scaled to all routers."""
     recorded: int = 0
     """Requests in the recorded traffic."""
     measured_s: float = 0.0
-    """The last part of the recorded traffic, in which replays are measured. The rest fills the caches."""
+    """Length of the last part of the recorded traffic, in which replays are measured. The rest fills the caches."""
     predicted: ReplayedFleet | None = None
-    """The traffic as it was on the current fleet."""
+    """The replay of the traffic, without growth or margin, on the current fleet."""
     replays: int = 0
     replayed_requests: int = 0
     cpu_s: float = 0.0
@@ -198,7 +199,7 @@ class FleetPlan(msgspec.Struct, kw_only=True):
 
     @property
     def needed_nodes(self) -> int:
-        """How many the replays say are needed: with the postponed ones."""
+        """How many nodes the replays call for: `desired_nodes` and the postponed ones."""
         return self.desired_nodes + self.postponed
 
     @property
@@ -237,14 +238,14 @@ class FleetPlan(msgspec.Struct, kw_only=True):
             parts.append(f"{self._named(smaller)}: {describe(smaller, objective)}")
         if self.larger is not None and _same(chosen.arrivals_per_s, self.larger.arrivals_per_s):
             parts.append(_saving(chosen, self.larger))
-        if self.unusual_ms > MENTIONED * objective.ttft_p90_ms:
-            longer = duration(self.unusual_ms)
+        if self.above_baseline_ms > MENTIONED * objective.ttft_p90_ms:
+            longer = duration(self.above_baseline_ms)
             parts.append(
                 f"{longer} of each TTFT p90 do not count: many more nodes also take {longer} longer than usual"
             )
         if self.target_excess > 1.0:
             parts.append("no fleet meets the objective: more nodes would hardly help")
-        elif judged_excess(chosen, objective, self.unusual_ms) > 1.0:
+        elif judged_excess(chosen, objective, self.above_baseline_ms) > 1.0:
             parts.append("the limits allow no fleet that meets the objective")
         return "; ".join(parts)
 
@@ -254,7 +255,7 @@ class FleetPlan(msgspec.Struct, kw_only=True):
         smaller = [
             one
             for one in self.fleets
-            if one.nodes < nodes and judged_excess(one, objective, self.unusual_ms) <= self.target_excess
+            if one.nodes < nodes and judged_excess(one, objective, self.above_baseline_ms) <= self.target_excess
         ]
         larger = [one for one in self.fleets if one.nodes > nodes]
         return max(smaller, key=lambda one: one.nodes, default=None) or min(
@@ -293,6 +294,7 @@ def excess(
         if limit and value is not None:
             ratios.append(value / limit)
     if objective.min_good_ratio and good_ratio is not None:
+        # With 99 % wanted, 98 % are twice as many bad answers as allowed: shares of bad answers compare like times do.
         ratios.append((1.0 - good_ratio) / max(1e-3, 1.0 - objective.min_good_ratio))
     return max(ratios)
 
@@ -334,13 +336,16 @@ def duration(ms: float) -> str:
 # the most frequent one.
 
 MIN_KV_TOKENS: Final = 1024
+"""A smaller cache holds no ordinary prompt: the engine reported something else."""
 MAX_CONTEXT_STEPS: Final = 6.0
 """A decode step reads the weights once and the KV cache of its context. A full cache is at most about this many times
 as large as the weights. With short answers the learned slope is mostly the prefills between tokens, and too high."""
 MIN_CPU_S: Final = 5.0
+"""A search gets at least this much CPU time, also with a short `interval_s`: one replay of 10,000 requests takes 3
+s."""
 MIN_INTERVALS: Final = 0.2
-"""If more requests arrive than expected, a search starts this many times `scaling.replay.interval_s` after the last
-one."""
+"""If more requests arrive than the plan expected, the next search starts this many intervals after the last one: a
+minute of five."""
 MAX_INTERVALS: Final = 1.5
 """A search takes at most this many times `scaling.replay.interval_s`."""
 MAX_NODES: Final = 512
@@ -353,6 +358,7 @@ class CannotPlan(Exception):
 
 def router_settings(config: Config) -> Config:
     """Return the settings that matter for routing, without names of nodes, keys and files."""
+    # The settings cross a pipe to another process, which needs no key, no path and no name of a node.
     return Config(
         routing=config.routing,
         price=config.price,
@@ -389,6 +395,7 @@ def plan_request(
         offered.setdefault((offer.gpu, offer.island), OfferedNode(offer.key, node, most))
     starts_s = [offers.start_s(offer) for offer in offers.offers]
     if not offers.offers:  # somebody else adds nodes, such as those there are
+        # KEDA or an operator adds nodes. The best guess is a node like most of those that run.
         room = max(0, config.max_nodes - len(nodes))
         offered[("", "")] = OfferedNode(("", "node"), _most_frequent(nodes), room)
     places = {node.island for node in nodes} | {one.node.island for one in offered.values()}
@@ -421,6 +428,7 @@ def node_figures(view: FleetView) -> dict[str, NodeFigures]:
         capacities = [node.kv_tokens for node in nodes if node.kv_tokens >= MIN_KV_TOKENS]
         if not capacities:
             continue
+        # Prefills between tokens make an estimate of the step too high, so the smaller of two counts.
         steps_ms = [node.step_ms for node in nodes if node.step_ms > 0]
         step_ms, kv_tokens = min([view.decode_base_ms, *([median(steps_ms)] if steps_ms else [])]), median(capacities)
         slope_ms = max(0.0, view.slope_ms) if isfinite(view.slope_ms) else 0.0

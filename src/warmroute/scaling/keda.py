@@ -1,4 +1,6 @@
-"""KEDA's external scaler: tells KEDA over gRPC how many nodes are desired. Needs the extra `keda`.
+"""KEDA's external scaler, deprecated: tells KEDA over gRPC how many nodes are desired. Needs the extra `keda`. The next
+release does without it: KEDA's trigger `metrics-api` reads the same number from GET /admin/scaling, with no port and no
+packages of its own, and behind the admin API's token.
 
     trigger:  {type: external, metadata: {scalerAddress: HOST:PORT}}   (external-push scales up from zero at once)
               metadata may have `role: prefill` or `role: decode`: one ScaledObject for each of the two workloads

@@ -14,10 +14,12 @@ from warmroute.event_log import EventLog
 # A lock that decides which one of several processes on a machine scales the fleet. One process needs no lock.
 
 MAX_NAME_BYTES: Final = 256
+"""The file can be anything: no more is read of it."""
 
 
 class LeaderLock:
-    """A locked file. The process holds it until it ends, however it ends, and writes its router's name into it."""
+    """A locked file. The process holds the lock until it ends, however it ends, and writes its router's name into the
+    file."""
 
     def __init__(self, path: Path, router: str = "") -> None:
         self._path = path
@@ -52,6 +54,7 @@ class LeaderLock:
 
     def _is_current(self, file: int) -> bool:
         """Return whether the open file is still the one at the path."""
+        # An operator may remove the file by hand. A second process then locks a new file of the same name: two leaders.
         held = os.fstat(file)
         try:
             current = self._path.stat()
@@ -99,7 +102,7 @@ class FileLease:
 
     @property
     def state(self) -> bytes:
-        """What the leader before stored; empty if nothing."""
+        """What the previous leader stored; empty if it stored nothing."""
         try:
             return self._state_file.read_bytes()
         except OSError:

@@ -42,16 +42,17 @@ class Actuator(Protocol):
     """The actions that need I/O or virtual time. A method starts its action and returns at once."""
 
     def request_machine(self, managed: ManagedNode, reason: str) -> None:
-        """Then apply ACCEPTED, or GONE if the provisioner refuses."""
+        """Request the machine. Then apply ACCEPTED, or GONE if the provisioner refuses."""
 
     def prewarm(self, managed: ManagedNode) -> None:
-        """Do each of `prewarm_prefills`, then apply PREWARMED."""
+        """Prefill what `prewarm_prefills` yields, one after the other, then apply PREWARMED."""
 
     def drain(self, managed: ManagedNode) -> None:
-        """Do each of `drain_prefills`, then call `stop_routing`, then apply DRAINED when the last request has ended."""
+        """Prefill what `drain_prefills` yields, then call `stop_routing`, then apply DRAINED when the last request has
+        ended."""
 
     def terminate(self, managed: ManagedNode) -> None:
-        """Then apply GONE."""
+        """End the machine, then apply GONE."""
 
     def remove_node(self, name: str) -> object:
         """Take the node out of the fleet."""
@@ -67,7 +68,7 @@ class NodeController:
         create_token: Callable[[], str] = new_token, drain: Callable[[str, bool], object] | None = None,
         set_role: Callable[[str, Role], object] | None = None,
     ) -> None:  # fmt: skip
-        """`drain` sends a node no requests any more, or sends it requests again: also those of other processes."""
+        """`drain` begins or ends the drain of a node, in other processes too."""
         self.autoscaler = autoscaler
         self._fleet = fleet
         self._actuator = actuator
@@ -76,7 +77,8 @@ class NodeController:
         self.set_draining = drain if drain is not None else fleet.drain
         self._set_role = set_role if set_role is not None else fleet.set_role
         self.added = self.removed = self.refused = self.lost = 0
-        """Nodes that began to serve, that were removed, whose request failed, that went without being removed."""
+        """Counts of nodes: those that began to serve, those that the autoscaler removed, those whose request failed,
+        and those that vanished."""
 
     def execute(self, decision: ScalingDecision) -> None:
         if decision.dry_run:
@@ -120,11 +122,12 @@ class NodeController:
                 self._remove(managed, before)
 
     def resume(self, managed: ManagedNode, name: str) -> None:
-        """Go on with a node that another process managed before. `name`: in the fleet."""
+        """Continue with a node that another process managed before. `name`: the node's name in the fleet."""
         try:
             managed.node = self._fleet.node(name) if name else None
         except UnknownNode:
             managed.node = None
+        # The other process had the node in its own fleet. Here its machine has to be found again before it can serve.
         if managed.node is None and managed.state in (*IN_FLEET, LifecycleState.DRAINING):
             managed.state, managed.state_since_s = LifecycleState.BOOTING, self._now()  # it joins again
         match managed.state:
@@ -150,7 +153,8 @@ class NodeController:
         self.apply(managed, LifecycleEvent.HAS_ADDRESS)
 
     def fleet_node(self, managed: ManagedNode) -> Node | None:
-        """Return its node in the fleet; None if somebody removed it there, or added another one of the same name."""
+        """Return the managed node's entry in the fleet; None if somebody removed it there, or added another node of the
+        same name."""
         try:
             node = self._fleet.node(managed.name)
         except UnknownNode:
@@ -193,6 +197,7 @@ class NodeController:
             return  # check_nodes removes it
         self.set_draining(node.name, False)
         self.added += 1
+        # An adopted machine was requested by another process, whose clock may differ.
         start_s = nan if managed.adopted else self._now() - managed.requested_s
         self.autoscaler.offers.node_started(managed.offer.key, start_s)
 
@@ -225,6 +230,8 @@ class NodeController:
             if node is None:
                 if managed.state in IN_FLEET:
                     self.apply(managed, LifecycleEvent.REMOVE, "somebody removed it from the fleet")
+                # Its requests run on although the fleet does not list it any more: the machine has to live until they
+                # end.
                 elif drains and (managed.node is None or not managed.node.inflight):
                     self.apply(managed, LifecycleEvent.DRAINED)
             elif managed.state is LifecycleState.LOADING and node.health.state is HealthState.UP and node.models:
@@ -260,7 +267,9 @@ def _serves_alone(node: Node) -> bool:
 # terminated, what was refused, and when the fleet last changed. Times are ages, since clocks of machines differ.
 
 VERSION: Final = 1
+"""The next leader ignores a state of another version, and adopts the machines that it finds."""
 MAX_AGE_S: Final = 1e9
+"""An age that JSON can carry: a fleet that never changed has an infinite one."""
 
 
 class StoredNode(msgspec.Struct, frozen=True):
@@ -272,7 +281,7 @@ class StoredNode(msgspec.Struct, frozen=True):
     requested_age_s: float
     serving_age_s: float | None
     node: str
-    """Its name in the fleet; empty before it is there."""
+    """The node's name in the fleet; empty before it has joined."""
     url: str
     reason: str
     adopted: bool
@@ -291,7 +300,7 @@ class StoredBackoff(msgspec.Struct, frozen=True):
 class StoredScaling(msgspec.Struct, frozen=True):
     version: int
     stored: float
-    """Unix time."""
+    """When the state was stored, in Unix time."""
     added_age_s: float
     removed_age_s: float
     nodes: list[StoredNode]
@@ -339,6 +348,7 @@ def restore_state(
         raise ValueError(str(error)) from None
     if state.version != VERSION:
         raise ValueError(f"it has version {state.version}")
+    # Monotonic clocks of two machines have nothing in common, and wall clocks are a little apart: never before now.
     then_s = now_s - max(0.0, wall_s - state.stored)
     autoscaler.changed_s = (then_s - state.added_age_s, then_s - state.removed_age_s)
     for backoff in state.backoffs:

@@ -2,19 +2,15 @@
 I/O.
 
     state         event                                next state     time limit
-    -----------   ----------------------------------   ------------
-    ------------------------------------------------
+    -----------   ----------------------------------   -----------    ------------------------------------------
     REQUESTED     the provisioner accepts it           BOOTING        REQUEST_TIMEOUT_S
     BOOTING       its machine has an address           LOADING        boot_timeout_s
     LOADING       a health check passes                WARMING        load_timeout_s
-    WARMING       the hot prefixes are prefilled       SERVING        PREWARM_TIMEOUT_S; then it serves without
-    them
+    WARMING       the hot prefixes are prefilled       SERVING        PREWARM_TIMEOUT_S; then it serves without them
     SERVING       remove it                            DRAINING
-    DRAINING      its last request has ended           TERMINATING    drain_timeout_s; then it is terminated
-    anyway
+    DRAINING      its last request has ended           TERMINATING    drain_timeout_s; then it is terminated anyway
     TERMINATING   its machine is gone                  TERMINATED
-    before        remove it, or its time limit ends    TERMINATING    (a start that fails makes its offer back
-    off)
+    any before    remove it, or its time limit ends    TERMINATING    (a start that fails makes its offer back off)
     SERVING
     any           its machine is gone                  TERMINATED
 
@@ -33,9 +29,11 @@ from warmroute.core.node import Node
 from warmroute.scaling.offers import Offer
 
 REQUEST_TIMEOUT_S: Final = 120.0
-"""Time for a provisioner to accept a request for a node."""
+"""Time for a provisioner to accept a request for a node. After a call without an answer, a machine that appears within
+this time is used."""
 PREWARM_TIMEOUT_S: Final = 60.0
-"""Time to prefill hot prefixes on a new node, or to move them from a draining one."""
+"""Time to prefill hot prefixes on a new node, or to move them from a draining one. A cold node serves, only slower, so
+it does not wait longer."""
 
 
 class LifecycleState(Enum):
@@ -65,7 +63,7 @@ class LifecycleEvent(Enum):
 PENDING_STATES = frozenset(
     {LifecycleState.REQUESTED, LifecycleState.BOOTING, LifecycleState.LOADING, LifecycleState.WARMING}
 )
-"""Wanted, and not serving yet."""
+"""States of a node that is wanted and does not serve yet."""
 
 TRANSITIONS: dict[tuple[LifecycleState, LifecycleEvent], LifecycleState] = {
     (LifecycleState.REQUESTED, LifecycleEvent.ACCEPTED): LifecycleState.BOOTING,
@@ -78,6 +76,7 @@ TRANSITIONS: dict[tuple[LifecycleState, LifecycleEvent], LifecycleState] = {
     (LifecycleState.DRAINING, LifecycleEvent.TIMED_OUT): LifecycleState.TERMINATING,
     **{(state, LifecycleEvent.REMOVE): LifecycleState.TERMINATING for state in PENDING_STATES},
     **{(state, LifecycleEvent.TIMED_OUT): LifecycleState.TERMINATING for state in PENDING_STATES},
+    # After the general rule for pending states, which it replaces: a node with a cold cache is worth more than none.
     (LifecycleState.WARMING, LifecycleEvent.TIMED_OUT): LifecycleState.SERVING,
     **{
         (state, LifecycleEvent.GONE): LifecycleState.TERMINATED
@@ -97,35 +96,35 @@ class ManagedNode:
         self.offer_known = True
         """False while the provisioner has not reported the offer of an adopted machine."""
         self.adopted = False
-        """An earlier router process requested it, so its start time is unknown."""
+        """Whether an earlier router process requested the node, so that its start time is unknown."""
         self.state = LifecycleState.REQUESTED
         self.reason = ""
-        """Why it is in this state."""
+        """Why the node is in this state."""
         self.requested_s = self.state_since_s = now_s
         self.serving_since_s: float | None = None
         self.failed_to_start = False
-        """It ended before it served, although nobody removed it. Its offer backs off."""
+        """Whether the node ended before it served, although nobody removed it. Its offer backs off."""
         self.node: Node | None = None
-        """Its entry in the fleet. It stays here when somebody removes the node from the fleet."""
+        """The node's entry in the fleet. It stays here when somebody removes the node from the fleet."""
         self.url = ""
         self.routing_stopped = False
-        """The router sends it no new requests; running ones may go on."""
+        """Whether the router sends the node no new requests. Running ones may go on."""
         self.removable = True
-        """Whether its provisioner could terminate it now."""
+        """Whether the node's provisioner could terminate it now."""
         self.reclaimed = False
-        """Its cloud takes the machine back, whatever the autoscaler does."""
+        """Whether the cloud takes the machine back, whatever the autoscaler does."""
         self.unhealthy_since_s: float | None = None
         self.missing_since_s: float | None = None
-        """When its provisioner first did not report it."""
+        """Since when the provisioner has not reported the machine."""
 
     @property
     def name(self) -> str:
-        """Its name in the fleet; empty before it is there."""
+        """The node's name in the fleet; empty before it has joined."""
         return self.node.name if self.node is not None else ""
 
     @property
     def log_name(self) -> str:
-        """Its name in the fleet, also before it is there."""
+        """The node's name in the fleet, or the name that it will have there."""
         return self.name or f"{self.offer.provisioner}-{self.token[-8:]}"
 
     @property
@@ -134,7 +133,7 @@ class ManagedNode:
 
 
 class ManagedNodes:
-    """All managed nodes by token, except terminated ones."""
+    """All managed nodes by token. Terminated nodes are forgotten."""
 
     def __init__(self, config: Scaling) -> None:
         self.config = config
@@ -150,7 +149,7 @@ class ManagedNodes:
         return self._nodes.get(token)
 
     def named(self, name: str) -> ManagedNode | None:
-        """The one with this name in the fleet."""
+        """Return the managed node that has this name in the fleet."""
         return next((managed for managed in self._nodes.values() if managed.name == name), None)
 
     def add(self, token: str, offer: Offer, now_s: float) -> ManagedNode:
@@ -170,6 +169,7 @@ class ManagedNodes:
 
     def apply(self, managed: ManagedNode, event: LifecycleEvent, now_s: float, reason: str = "") -> bool:
         """Return whether the event changed the node's state."""
+        # A task may still hold a node that was discarded, or one that the next leader's state replaced.
         if self._nodes.get(managed.token) is not managed:
             return False
         after = TRANSITIONS.get((managed.state, event))
@@ -185,7 +185,7 @@ class ManagedNodes:
         return True
 
     def timed_out(self, now_s: float) -> list[ManagedNode]:
-        """Those that have been in their state for longer than its time limit."""
+        """Return the nodes that have been in their state for longer than its time limit."""
         config = self.config
         limits_s = {
             LifecycleState.REQUESTED: REQUEST_TIMEOUT_S,

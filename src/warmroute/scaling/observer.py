@@ -39,40 +39,41 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     role: Role = "mixed"
     switchable: bool = False
-    """Whether it could have another role."""
+    """Whether the node could have another role."""
     island: str = "local"
     gpu: str = ""
     offer: OfferKey | None = None
-    """The offer it came from; None for a node that somebody else added, which the autoscaler never removes."""
+    """The offer that the node came from; None for a node that somebody else added, which the autoscaler never
+    removes."""
     usd_per_hour: float = 0.0
     removable: bool = True
-    """Whether its provisioner could terminate it now."""
+    """Whether the node's provisioner could terminate it now."""
     serving: bool = True
-    """Whether it accepts requests. A draining or unreachable node does not."""
+    """Whether the node accepts requests. A draining or unreachable node does not."""
     draining: bool = False
     unchecked: bool = False
-    """No health check has ended yet, so it counts as a pending node."""
+    """Whether no health check of the node has ended yet. It counts as a pending node."""
     reclaimed: bool = False
-    """Its cloud takes the machine back, whatever the autoscaler does."""
+    """Whether the cloud takes the machine back, whatever the autoscaler does."""
     load: int = 0
     queued: int = 0
     """Requests that wait at the node."""
     kv_usage: float = 0.0
-    """Fraction of its KV memory that running requests hold."""
+    """Fraction of the node's KV memory that running requests hold."""
     ms_per_token: float = DEFAULT_MS_PER_TOKEN
     learned: bool = False
-    """Whether its speed was measured."""
+    """Whether the node's speed was measured."""
     long_ms_per_token: float = DEFAULT_MS_PER_TOKEN
     """Prefill time per token of long prompts, in which the time of a step does not count."""
     step_ms: float = 0.0
     """Time of a decode step that no prefill interrupts; 0 if unknown."""
     cache_blocks: int = 0
-    """Capacity of its cache; 0 if unknown."""
+    """Capacity of the node's cache in blocks; 0 if unknown."""
     kv_tokens: int = 0
-    """The same in tokens."""
+    """Capacity of the node's cache in tokens; 0 if unknown."""
     held_blocks: int = 0
     oldest_age_s: float = 0.0
-    """Time since the last use of the block that it would evict next."""
+    """Time since the last use of the block that the node would evict next."""
 
 
 def pool_of(role: Role) -> Pool:
@@ -94,13 +95,13 @@ class Sample(msgspec.Struct):
     at_s: float
     span_s: float
     counts: list[float]
-    """Increase of each of COUNTERS."""
+    """By how much each counter of COUNTERS rose in the interval."""
     ttft: array[int]
     latency: array[int]
     waiting: int = 0
-    """Requests that wait at the router or at nodes, at its end."""
+    """Requests that wait at the router or at nodes, at the end of the interval."""
     kv_usage: float = 0.0
-    """Fraction of the serving nodes' KV memory that running requests hold, at its end."""
+    """Fraction of the serving nodes' KV memory that running requests hold, at the end of the interval."""
     inter_token: array[int] = array("q")
     pools: dict[Pool, PoolSample] = {}
     """Empty where no node has a role."""
@@ -116,7 +117,7 @@ class WindowMetrics(msgspec.Struct, kw_only=True):
     prefill_work: float | None = None
     """Mean prefill work of a request, in tokens of a short prompt."""
     variation: float = 0.0
-    """Variance of that work divided by the square of its mean."""
+    """Variance of the prefill work divided by the square of its mean."""
     decode_context: float | None = None
     """Mean of output tokens × context of a request."""
     ttft_p90_ms: float | None = None
@@ -160,7 +161,7 @@ class FleetView(msgspec.Struct, kw_only=True):
 
 
 def summarize(samples: Iterable[Sample], pool: Pool | None = None) -> WindowMetrics:
-    """Return the metrics of a window. `pool`: what the nodes of one pool had to do."""
+    """Return the metrics of a window. With `pool`, only what the nodes of one pool had to do."""
     window = list(samples)
     span_s = sum(sample.span_s for sample in window)
     if span_s <= 0:
@@ -173,6 +174,7 @@ def summarize(samples: Iterable[Sample], pool: Pool | None = None) -> WindowMetr
         [sum(column) for column in zip(*(getattr(sample, name) for sample in window), strict=True)]
         for name in ("ttft", "latency", "inter_token")
     )
+    # Prefill nodes return no answer: times between tokens and latencies are those of the decode pool.
     if pool == "prefill":
         latency = inter_token = []
     states = [(_state(sample, pool), sample.span_s) for sample in window]
@@ -215,6 +217,7 @@ def _keep_pool(total: dict[str, float], pool: Pool) -> None:
     }
     if pool == "decode":  # its nodes decode every request, also those that prefill nodes prefill
         for name, value in on_prefill.items():
+            # Sums of floats that should cancel leave 1e-12. That would be a window with work and without requests.
             rest = total[name] - value
             total[name] = rest if rest > ROUNDING * total[name] else 0.0
         total["cached_tokens"] = min(total["cached_tokens"], total["prompt_tokens"])
@@ -236,7 +239,7 @@ class FleetObserver:
         self._times = demand_meter.times()
         self._read_s: float | None = None
         self._busy_s = inf
-        """Time of the last request. Idle time starts with the first sample."""
+        """Time of the last request. Before the first one, idle time counts from the first sample."""
 
     def sample(self, now_s: float) -> Sample:
         """Return what happened since the last sample."""
@@ -256,6 +259,7 @@ class FleetObserver:
             _difference(times[2], self._times[2]),
             self._pools() if fleet.has_roles else {},
         )
+        # A long answer keeps its fleet from scaling to zero, although no request arrives.
         if self._read_s is None or sample.counts[0] or waiting or any(node.load for node in fleet):
             self._busy_s = now_s
         self._counts, self._times, self._read_s = counts, times, now_s
@@ -340,7 +344,9 @@ def _difference(after: array[int], before: array[int]) -> array[int]:
 # measures the trend of the load, so that nodes that take minutes to start are requested early enough.
 
 MAX_SAMPLES: Final = 2048
+"""Bounds memory: at an interval of 5 s, samples of almost three hours."""
 MIN_TREND_SAMPLES: Final = 12
+"""A line through fewer samples says too little."""
 STANDARD_ERRORS: Final = 1.0
 """A trend counts minus this many standard errors, so that noise is no trend."""
 _ARRIVED: Final = COUNTERS.index("arrived")
@@ -387,6 +393,7 @@ class MetricWindows:
         since_s = samples[-1].at_s - config.trend_window_s
         points = [(s.at_s, s.counts[_ARRIVED] / s.span_s) for s in samples if s.at_s > since_s]
         count = len(points)
+        # A short piece of a wave looks like a trend. Half of the window has to be there.
         if count < MIN_TREND_SAMPLES or points[-1][0] - points[0][0] < 0.5 * config.trend_window_s:
             return 0.0
         mean_t = sum(t for t, _ in points) / count
@@ -396,6 +403,7 @@ class MetricWindows:
         residual = sum((y - mean_y - slope * (t - mean_t)) ** 2 for t, y in points)
         margin = STANDARD_ERRORS * (residual / (count - 2) / spread) ** 0.5
         certain = max(0.0, slope - margin) if slope > 0 else min(0.0, slope + margin)
+        # Growth is relative to the load at the end of the line, where the forecast begins.
         level = mean_y + slope * (points[-1][0] - mean_t)
         return certain / level if level > 0 else 0.0
 

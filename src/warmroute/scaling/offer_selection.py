@@ -28,12 +28,15 @@ from warmroute.scaling.offers import Offer, OfferKey, is_quantity, price_problem
 from warmroute.scaling.scaling_decision import PaidNode
 
 STAY_S: Final = 3600.0
+"""How long a new node is assumed to stay. An hour of use pays for an hour of booting: the price doubles."""
 MAX_BACKOFF_S: Final = 3600.0
 """Maximum time for which a failed offer is not used."""
 START_WEIGHT: Final = 0.3
 """Weight of the latest measured start time against earlier ones."""
 PANIC_START_RATIO: Final = 2.0
+"""In panic mode the autoscaler skips offers that start this many times as slowly as the fastest."""
 MIN_START_S: Final = 5.0
+"""Start times below it count as equal: a local process that starts in 0.2 s must not exclude one that takes 1 s."""
 
 
 class _Backoff(msgspec.Struct):
@@ -55,7 +58,7 @@ class OfferSelector:
         self.problems: tuple[str, ...] = ()
         """Why some offers are ignored."""
         self.kind = "nodes"
-        """What the offers are for, in words."""
+        """What the offers create, in words: `nodes`, or `prefill nodes`."""
         self.elsewhere: Sequence[PaidNode] = ()
         """Machines of the other pool. They count towards `max_nodes` of their offers, whatever role they have now."""
         self.somebody_else_scales = True
@@ -64,6 +67,7 @@ class OfferSelector:
     def for_pool(self, config: Scaling, pool: Pool, elsewhere: Sequence[PaidNode]) -> OfferSelector:
         """Return the offers for one pool, with its limits. How requests ended is shared. `elsewhere`: the machines of
         the other pool."""
+        # A shallow copy: both pools write to the same backoffs and start times, because both ask the same provider.
         selector = copy(self)
         selector.elsewhere = tuple(elsewhere)
         selector.config, selector.kind, selector.problems = config, f"{pool} nodes", ()

@@ -21,26 +21,29 @@ log = EventLog("warmroute.scaling")
 MAX_USD_PER_HOUR: Final = 10_000.0
 """No node costs more; a higher price is an error in a catalogue."""
 MAX_START_S: Final = 6 * 3600.0
+"""A larger estimate counts as this."""
 MAX_ROUND_TRIP_MS: Final = 60_000.0
+"""A larger round trip is an error; the island's counts."""
 OfferKey = tuple[str, str]
 """The names of the provisioner and of the offer."""
 
 
 class Offer(msgspec.Struct, frozen=True, kw_only=True):
     provisioner: str
-    """Name of the provisioner that creates it."""
+    """Name of the provisioner that creates the node."""
     name: str
-    """Its name at the provisioner, which stays the same from one call to the next, say `us-east-1/g6.xlarge/spot`."""
+    """The offer's name at the provisioner, which stays the same from one call to the next, for example
+    `us-east-1/g6.xlarge/spot`."""
     island: str
     """Where the node would be: provider and region."""
     gpu: str
-    """The hardware, say `L4`. Nodes with the same value are assumed to be equally fast."""
+    """The hardware, for example `L4`. Nodes with the same value are assumed to be equally fast."""
     gpus: int = 1
     spot: bool = False
     role: Role = "mixed"
     """Role of the node (nodes.role)."""
     bootstrap_port: int = 8998
-    """Of a prefill node (nodes.bootstrap_port)."""
+    """Bootstrap port of a prefill node (nodes.bootstrap_port)."""
     usd_per_hour: float
     """Price of the whole node; 0 if an additional node costs nothing."""
     start_s: float = 0.0
@@ -48,7 +51,7 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
     max_nodes: int | None = None
     """How many nodes of this offer can exist at a time; None if unknown."""
     round_trip_ms: float | None = None
-    """From the router to the node and back, as the provisioner reports it; None for that of its island."""
+    """Round trip from the router to the node, as the provisioner reports it; None for the round trip of its island."""
 
     @property
     def key(self) -> OfferKey:
@@ -96,7 +99,7 @@ class OfferValidator:
         self._min_usd_per_gpu_hour = config.min_usd_per_gpu_hour
         self._max_usd_per_hour = config.max_usd_per_hour
         self.problems: tuple[str, ...] = ()
-        """Those of the last call."""
+        """The problems that the last call of `validate` found."""
 
     def validate(self, offers: Iterable[Offer], problems: Iterable[str] = ()) -> list[Offer]:
         """Return the valid offers, one for each name. `problems`: those that were found before."""
@@ -132,6 +135,8 @@ class OfferValidator:
             return ""
         if usd == 0:
             return "costs $0, which stands for an unknown price: dropped (provisioners.allow_free accepts it)"
+        # Some catalogues list the lowest bid that a spot market accepts. By that price the autoscaler would always
+        # choose it, and never get it.
         if usd < self._min_usd_per_gpu_hour * offer.gpus:
             minimum = f"${self._min_usd_per_gpu_hour:g} per GPU (it has {offer.gpus})"
             return f"costs ${usd:g}/hour, below {minimum}; this is a bid floor, not a price: dropped"

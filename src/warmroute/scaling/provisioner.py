@@ -28,7 +28,7 @@ from warmroute.scaling.offers import Offer
 # keeps no state that a crash could lose: it finds its machines by the deployment's name, which each of them carries.
 
 TOKEN: Final = re.compile(r"n[0-9a-f]{16}")
-"""The form of a token, which tells our machines from others where a name is all there is."""
+"""The form of a token. Where a provider keeps only names, it tells machines of this router from others."""
 
 
 def new_token() -> str:
@@ -47,22 +47,22 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     """A machine as its provisioner reports it."""
 
     id: str
-    """The provider's name of it."""
+    """The provider's name of the machine."""
     token: str
     """The token of the request that created it."""
     offer: str
-    """Name of its offer; empty if unknown."""
+    """Name of the machine's offer; empty if unknown."""
     state: MachineState
     url: str = ""
-    """Where its engine will listen, once known."""
+    """Where the machine's engine will listen; empty until that is known."""
     reclaimed: bool = False
     """The cloud will take it back soon, or it has stopped and is still paid for: drain and terminate it now."""
     reason: str = ""
-    """Why it is in this state, in the provider's words."""
+    """Why the machine is in this state, in the provider's words."""
     island: str = ""
-    """Its island; empty for the one of its offer."""
+    """The machine's island; empty for the island of its offer."""
     removable: bool = True
-    """Whether it could be terminated now. A StatefulSet or LeaderWorkerSet can only remove its last Pod."""
+    """Whether the machine could be terminated now. A StatefulSet or LeaderWorkerSet can only remove its last Pod."""
 
 
 class ProvisionerError(Exception):
@@ -103,10 +103,11 @@ log = EventLog("warmroute.scaling")
 T = TypeVar("T")
 
 OFFERS_INTERVAL_S: Final = 60.0
+"""Prices and quotas change by the hour; listing them takes a cloud seconds."""
 OFFERS_RETRY_S: Final = 10.0
-"""Time until the next call after one that failed."""
+"""Time until offers are asked for again after a call that failed."""
 OFFERS_WAIT_S: Final = 1.0
-"""How long a refresh waits for the offers."""
+"""How long a refresh waits for the offers. Machines are more urgent: they may have joined or died."""
 PAUSE_FACTOR: Final = 2.0
 MAX_PAUSE_S: Final = 10.0
 """After a slow status call, the next one waits for this many times as long, up to the maximum."""
@@ -124,8 +125,8 @@ class ProvisionerClient:
         """`config`: what it says about nodes counts for machines whose offer is unknown."""
         self._config = config = config or ProvisionerConfig(kind="process")
         self.api_key_env = config.api_key_env
+        """Environment variable with the API key of the provisioner's engines."""
         self.max_inflight = config.max_inflight
-        """Environment variable with the API key of its engines."""
         self._provisioner = provisioner
         self._timeout_s = TIMEOUT_FACTOR * timeout_s
         self._now = now
@@ -158,6 +159,7 @@ class ProvisionerClient:
             self._offers_task = asyncio.create_task(self._refresh_offers())
         machines = await self._call("status", self._provisioner.status())
         self.answered = True
+        # A provider that answers slowly is busy or limits its callers. Two thirds of the time it is left alone.
         self.next_refresh_s = self._now() + min(MAX_PAUSE_S, PAUSE_FACTOR * (self._now() - started_s))
         if machines is not None:
             self._update_machines(machines)
@@ -192,6 +194,7 @@ class ProvisionerClient:
             if other.id == machine.id:  # listed twice, because pages moved between calls: the later entry is newer
                 found[machine.token] = machine
                 continue
+            # Of two machines with one token, the one that serves already stays: requests run on it.
             known = before.get(machine.token)
             preferred = other.state in TERMINATED_STATES or (known is not None and machine.id == known.id)
             if machine.state not in TERMINATED_STATES and preferred:
@@ -270,7 +273,7 @@ OF_KIND: Final = {
     "process": ("LD_LIBRARY_PATH", "CUDA_*", "NVIDIA_*"),
     "skypilot": ("SKYPILOT_*",),
 }
-"""What the programs of a kind need to find their hardware or server."""
+"""Variables that the programs of a kind need to find their hardware or server."""
 
 
 def child_environment(config: ProvisionerConfig, added: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:

@@ -17,6 +17,7 @@ from typing import Final
 import msgspec
 
 MAX_BYTES: Final = 32 << 20
+"""Memory for the recorded requests."""
 LINE_BYTES: Final = 200
 """What a line takes in memory besides its characters."""
 BLOCK_TOKENS: Final = 64
@@ -42,18 +43,19 @@ class RecentLine(msgspec.Struct, gc=False):
 
 
 class RecentTraffic:
-    """A thread writes, another one reads."""
+    """The recent requests, as lines of JSON. One thread writes them, another one reads."""
 
     def __init__(self, window_s: float, now: Callable[[], float] = time.monotonic) -> None:
         self.path = Path("scaling.replay")
         self._now = now
         self.started_s = now()
-        """The lines' times count from here."""
+        """The zero of the lines' times."""
         self.window_s = window_s
         self.share = 1.0
         """The fraction of the conversations that is kept."""
         self._before = 1.0
-        """The fraction before it last rose: lines of that time may still be in the window."""
+        """The fraction before `share` last rose. Lines of that time, of fewer conversations, may still be in the
+        window."""
         self._changed_ms = 0.0
         self._lines: deque[RecentLine] = deque()
         self._bytes = 0
@@ -70,6 +72,7 @@ class RecentTraffic:
                 if text:
                     self._add(text)
             self._forget_old()
+            # Halving, not evicting: the window keeps its length, which a replay needs more than every conversation.
             while self._bytes > MAX_BYTES:
                 self._thin()
             if self.share < 1.0:
@@ -90,6 +93,8 @@ class RecentTraffic:
             found = turns.get((ids[row.follows // BLOCK_TOKENS - 1], row.follows))
         if found is None:
             self._count += 1
+            # Knuth's multiplicative hash: consecutive numbers spread evenly, so a threshold keeps every second
+            # conversation and not the older half.
             found = self._count * 2_654_435_761 & _MASK  # spread over 32 bits
         if ids:
             key = ids[-1], row.input_length

@@ -39,24 +39,25 @@ from warmroute.scaling.recent_traffic import BLOCK_TOKENS, RecentTraffic, framed
 #
 # Some minutes have longer prompts than others, by chance. They take longer on a fleet of any size, and the next minutes
 # have other prompts. So a search by replay compares this floor with the usual one, and does not count the difference
-# (lab/planning/search.py). The usual floor is a mean over time that fades: what was measured FADE_WINDOWS times
+# (lab/planning/search.py). The baseline is a mean over time that fades: what was measured FADE_WINDOWS times
 # `scaling.replay.window_s` ago counts 1/e. It begins with an assumption that counts as one window: the first minutes
 # say little about what is usual.
 
 FADE_WINDOWS: Final = 4.0
-ASSUMED: Final = 0.75
-"""Of the limit."""
+"""With windows of 30 minutes, a measurement of two hours ago counts 1/e."""
+ASSUMED_SHARE_OF_LIMIT: Final = 0.75
+"""The first baseline, as a share of the limit of the TTFT p90."""
 
 
-class UsualFloor(msgspec.Struct):
+class BaselineTtft(msgspec.Struct):
     _sum: float
     _weight_s: float
     _updated_s: float = -inf
 
     @classmethod
-    def assumed(cls, limit_ms: float, window_s: float) -> UsualFloor:
-        """`limit_ms`: of the TTFT p90."""
-        return cls(ASSUMED * limit_ms * window_s, window_s)
+    def assumed(cls, limit_ms: float, window_s: float) -> BaselineTtft:
+        """Return the baseline before anything was measured. `limit_ms`: the objective's limit of the TTFT p90."""
+        return cls(ASSUMED_SHARE_OF_LIMIT * limit_ms * window_s, window_s)
 
     @property
     def ttft_ms(self) -> float:
@@ -78,42 +79,45 @@ class UsualFloor(msgspec.Struct):
 # A search starts every `scaling.replay.interval_s`, if the last one has ended and there is enough recorded traffic (50
 # requests, and MIN_RECORDED_S of time), and earlier if more requests arrive than the last plan allows for, margin and
 # chance included, or if the load rises and the fleet was only just large enough. Its plan counts for MAX_AGE_INTERVALS
-# intervals. Nodes are spare that no plan wanted for as long as arrivals count as those of now, without a gap between
-# the plans. Now and then the search also replays the traffic as it was on the fleet as it is, and the planner compares
-# the predicted TTFT and time between tokens with the observed ones. If one of those that the objective limits differs
-# by more than MAX_ERROR several times in a row, the autoscaler goes by thresholds until they agree again. So it does
-# without a plan: at the start, with little traffic, or if the searching process fails.
+# intervals. A node is spare if no plan of the last third of the window (RECENT_SHARE, 10 minutes) wanted it, without a
+# gap between the plans. Now and then the search also replays the traffic as it was on the fleet as it is, and the
+# planner compares the predicted TTFT and time between tokens with the observed ones. If one of those that the objective
+# limits differs by more than MAX_ERROR several times in a row, the autoscaler goes by thresholds until they agree
+# again. So it does without a plan: at the start, with little traffic, or if the searching process fails.
 
 log = EventLog("warmroute.scaling")
 
 MAX_AGE_INTERVALS: Final = 4.0
+"""A plan counts for this many intervals: 20 minutes. Three searches in a row may fail before thresholds decide."""
 MIN_RECORDED_S: Final = 300.0
-"""Of less time, a replay begins with empty caches that the nodes do not have, and a line through the arrivals is
-noise."""
+"""Recorded time that a search needs. With less, a replay begins with empty caches that the nodes do not have, and a
+line through the arrivals is noise."""
 MIN_RECORDED_SHARE: Final = 0.5
-"""Of a short `window_s`, this fraction is enough."""
+"""If `window_s` is short, this fraction of it is enough instead of MIN_RECORDED_S."""
 PREDICT_EVERY: Final = 3
 """One search in this many also predicts the current fleet's TTFT, and says what a larger fleet would save."""
 MAX_ERROR: Final = 2.0
 """Largest ratio of a predicted and an observed time."""
-MATTERS: Final = 0.5
+MIN_SHARE_OF_LIMIT: Final = 0.5
 """A wrong prediction counts only if one of the two is above this fraction of the objective."""
 DEFAULT_LIMIT_MS: Final = 2000.0
-"""Limit of the TTFT for this purpose if the objective has none."""
+"""The limit with which predictions are judged if the objective has none."""
 WRONG_BEFORE_FALLBACK: Final = 3
+"""One wrong prediction may be chance, or a node that was slow for a minute."""
 RIGHT_BEFORE_RETURN: Final = 2
+"""Fewer than WRONG_BEFORE_FALLBACK: with thresholds the fleet costs more, so the way back is shorter."""
 MIN_MEASURED: Final = 30
-"""First tokens or responses: a percentile of fewer is unknown."""
+"""Fewest first tokens or responses: a percentile of fewer is unknown."""
 TTFT_P90: Final = "TTFT p90"
 MIN_STAY: Final = 0.9
 """Plans of less time than this fraction of the time whose arrivals they expect again (RECENT_SHARE) make no node
 spare."""
 SOON_INTERVALS: Final = 0.4
-ONLY_JUST: Final = 0.8
-"""If the load rises, and the excess of the planned fleet is above ONLY_JUST, the next search starts after
+CLOSE_SHARE_OF_LIMIT: Final = 0.8
+"""If the load rises, and the excess of the planned fleet is above CLOSE_SHARE_OF_LIMIT, the next search starts after
 SOON_INTERVALS times the interval: a node takes minutes to start."""
 RECENT_S: Final = 300.0
-"""Arrivals of this time start a search early."""
+"""If the arrivals of this last time exceed the plan, a search starts early."""
 KNOWN_S: Final = 900.0
 """How long a replay need not be repeated, if its result was clear."""
 MIN_KNOWN_REQUESTS: Final = 6 * MIN_REQUESTS
@@ -170,25 +174,26 @@ class ReplayPlanner:
         self.stats = PlannerStats()
         self._plan: FleetPlan | None = None
         self.planned_s = float("-inf")
-        """When the traffic of the plan was recorded."""
+        """Until when the traffic of the plan was recorded."""
         self._started_s = float("-inf")
         self._running = False
         self._search_s = 0.0
         """How long the last search took."""
         self._generation = 0
-        """Counts changes of the objective and of `[scaling.replay]`: what a search began with before does not count."""
+        """Number of changes of the objective and of `[scaling.replay]`. The result of a search that began before the
+        last change does not count."""
         self._readings: deque[_Reading] = deque()
         self._known: deque[tuple[float, ReplayedFleet]] = deque()
         """Replays of the last minutes, each with the time of its search."""
         self._desired: deque[tuple[float, int]] = deque()
-        """How many nodes the plans wanted in the time whose arrivals a plan expects again."""
+        """How many nodes each plan wanted, in the time whose arrivals a plan expects again."""
         self._arrived: deque[tuple[float, float]] = deque()
         """How many requests had arrived, at each turn of the last `window_s`."""
         self._expected_per_s = 0.0
         """Arrivals per second that the plan allows for, as the meter counts them."""
         self._wrong = self._right = 0
         self._unreachable_s = float("-inf")
-        self._usual_floor = self._assumed_floor()
+        self._baseline_ttft = self._assumed_baseline()
         self._failing = False
         self.problem = "no replay has ended yet"
         """Why there is no plan; empty if there is one."""
@@ -203,15 +208,16 @@ class ReplayPlanner:
         """Begin again: what was found before, and what a running search finds, does not count any more."""
         self._generation += 1
         self._known.clear()
-        self._usual_floor = self._assumed_floor()
+        self._baseline_ttft = self._assumed_baseline()
         self._forget_plan()
         self._started_s = self._unreachable_s = float("-inf")
 
-    def _assumed_floor(self) -> UsualFloor:
-        return UsualFloor.assumed(self.config.objective.ttft_p90_ms, self.config.replay.window_s)
+    def _assumed_baseline(self) -> BaselineTtft:
+        return BaselineTtft.assumed(self.config.objective.ttft_p90_ms, self.config.replay.window_s)
 
     def _forget_plan(self, problem: str = "") -> None:
-        """There is no plan any more, and earlier ones do not agree with the next one: other things happened between."""
+        """Forget the plan, and what earlier ones wanted: other things may have happened between them and the next
+        one."""
         self.problem, self._plan = problem or self.problem, None
         self._desired.clear()
 
@@ -227,7 +233,7 @@ class ReplayPlanner:
 
     @property
     def last_plan(self) -> FleetPlan | None:
-        """The last one, whether it counts or not."""
+        """The last plan, whether it counts or not."""
         return self._plan
 
     def turn(self, now_s: float, serving: int, create_request: Callable[[], PlanRequest]) -> None:
@@ -254,11 +260,14 @@ class ReplayPlanner:
             self._forget_plan(f"no replay: {reason}")
             return
         request.share = self._share()
+        # The plan is used after the search, not when it begins: the node comes that much later.
         request.lead_s += self._search_s
-        request.usual_floor_ms = self._usual_floor.ttft_ms
+        request.baseline_ttft_ms = self._baseline_ttft.ttft_ms
         while self._known and self._known[0][0] < now_s - KNOWN_S:
             self._known.popleft()
         request.known = tuple(fleet for _, fleet in reversed(self._known))
+        # Each of the two costs a replay of its own, and is needed for trust and for the explanation, not for the
+        # decision.
         request.predict_current = request.show_larger = self.stats.searches % PREDICT_EVERY == PREDICT_EVERY - 1
         if self._plan is not None and now_s - self._unreachable_s < TARGET_AGE_S:
             request.target_excess = self._plan.target_excess
@@ -284,7 +293,7 @@ class ReplayPlanner:
         fleet = plan.fleet(plan.desired_nodes)
         if fleet is None:
             return False
-        return ONLY_JUST < judged_excess(fleet, self.config.objective, plan.unusual_ms) <= 1.0
+        return CLOSE_SHARE_OF_LIMIT < judged_excess(fleet, self.config.objective, plan.above_baseline_ms) <= 1.0
 
     def _arrivals_per_s(self, since_s: float, until_s: float) -> float:
         """Return what the meter counted between two times, as far as they are known."""
@@ -300,6 +309,7 @@ class ReplayPlanner:
         own, everyone = newest.own, newest.everyone
         if newest is not oldest:
             own, everyone = own - oldest.own, everyone - oldest.everyone
+        # Never 0: the search divides by it.
         return min(1.0, max(0.01, own / everyone)) if everyone >= 1.0 else 1.0
 
     def _ended(self, plan: FleetPlan | None, reason: str, started_s: float, generation: int) -> None:
@@ -319,7 +329,7 @@ class ReplayPlanner:
             self._failing = False
             log.info("scaling_replay_recovered", "The autoscaler goes by replay again.")
         if plan.floor_ms is not None:
-            self._usual_floor.record(plan.floor_ms, started_s, plan.measured_s, self.config.replay.window_s)
+            self._baseline_ttft.record(plan.floor_ms, started_s, plan.measured_s, self.config.replay.window_s)
         stats.replays += plan.replays
         stats.cpu_s += plan.cpu_s
         self._search_s = plan.cpu_s / self.config.replay.cpu_share
@@ -442,7 +452,7 @@ class _Compared(msgspec.Struct, frozen=True):
     @property
     def is_wrong(self) -> bool:
         larger, smaller = max(self.predicted_ms, self.observed_ms), min(self.predicted_ms, self.observed_ms)
-        return larger > MAX_ERROR * max(1e-3, smaller) and larger > MATTERS * self.limit_ms
+        return larger > MAX_ERROR * max(1e-3, smaller) and larger > MIN_SHARE_OF_LIMIT * self.limit_ms
 
 
 def _difference(after: array[int], before: array[int]) -> list[int]:
@@ -462,10 +472,10 @@ MODULE: Final = "warmroute.lab.planning.search"
 START_S: Final = 60.0
 """Time for the process to start and to read the traffic, on a busy machine."""
 LATE: Final = 3.0
-"""A process that takes this many times its time is killed."""
+"""A process that takes this many times its own limit of time is killed."""
 LINES_AT_ONCE: Final = 64
 PAUSE_S: Final = 0.0005
-"""Between them. A shorter one would give the event loop no chance to take over."""
+"""Pause between two batches of LINES_AT_ONCE. A shorter one would give the event loop no chance to take over."""
 ENVIRONMENT: Final = ("PATH", "HOME", "LANG", "PYTHONPATH", "LD_LIBRARY_PATH", "TMPDIR")
 """Variables that the process inherits: it needs no credentials."""
 
@@ -474,10 +484,10 @@ class PlanningTask(msgspec.Struct, kw_only=True):
     request: PlanRequest
     cpu_share: float
     parent: int
-    """Process that the plan is for: without it the search ends."""
+    """Id of the router's process. The search ends when that process does."""
     block_tokens: int
     recorded_ms: float
-    """The time now, as the times of the requests count."""
+    """The time now, on the clock of the requests' times."""
 
 
 class SearchFailed(Exception):
@@ -506,7 +516,7 @@ class PlanningProcess:
 
     @property
     def pid(self) -> int | None:
-        """The running search; None if there is none."""
+        """Id of the running search's process; None if none runs."""
         return self._process.pid if self._process is not None else None
 
     def start(self, request: PlanRequest, done: Callable[[FleetPlan | None, str], object]) -> None:
@@ -523,7 +533,7 @@ class PlanningProcess:
             done(plan, "")
 
     def _search(self, request: PlanRequest) -> FleetPlan:
-        """In a thread. Raises OSError, MsgspecError or SearchFailed."""
+        """Run the search. Blocks, so call it in a thread. Raises OSError, MsgspecError or SearchFailed."""
         lines, share, recorded_ms = self._traffic.snapshot()
         request.share *= share
         task = PlanningTask(

@@ -33,8 +33,7 @@ from warmroute.scaling.thresholds import (
 #
 #     add     what the plan wants beyond the current nodes
 #     add     a burst: the stable window has BURST times the arrivals of the plan, more than chance explains, and
-#     requests
-#             wait: as many nodes as the plan has, scaled by the arrivals, at most MAX_BURST times as many
+#             requests wait: as many nodes as the plan has, scaled by the arrivals, at most MAX_BURST times as many
 #     add     the router rejects requests, or the objective is missed while more than `max_queue_per_node` requests wait
 #             for each node: 1, if none is starting
 #     remove  what the plan can spare, if the objective is met now
@@ -42,10 +41,12 @@ from warmroute.scaling.thresholds import (
 # The hit ratio, the utilisation and the KV memory do not count: they are part of the replay.
 
 BURST: Final = 1.5
+"""The arrivals have to be this many times those of the plan. The plan's margin and chance cover less."""
 MAX_BURST: Final = 2.0
+"""No more than doubles the fleet at once: one minute of arrivals is a poor forecast."""
 CHANCE_ERRORS: Final = 4.0
-"""Arrivals above the expected ones by less than this many standard errors are chance. Conversations arrive less evenly
-than chance alone would have it."""
+"""Arrivals that exceed the expected ones by less than this many standard errors are chance. Conversations arrive less
+evenly than single requests would."""
 MIN_FIRST_TOKENS: Final = 20
 """A percentile of fewer first tokens, or of the times between tokens of fewer streams, is unknown."""
 
@@ -123,8 +124,8 @@ def planned_removals(
 # Decides once an interval whether to add or remove nodes. No I/O.
 #
 # `planned_nodes` says how many nodes to add and to remove by a replay of the recent traffic. Without a plan,
-# thresholds.py says how many nodes the demand needs, thresholds.py which nodes the fleet could do without. This module
-# adds the limits: minimums by configuration, schedule and island, `max_nodes`, the budget, step sizes and cooldowns.
+# thresholds.py says how many nodes the demand needs, and which nodes the fleet could do without. This module adds the
+# limits: minimums by configuration, schedule and island, `max_nodes`, the budget, step sizes and cooldowns.
 #
 # All machines that are paid for count towards `max_nodes` and the budget, also those that do not answer, drain or
 # terminate. A machine that its cloud reclaims does not count.
@@ -138,8 +139,9 @@ def planned_removals(
 PANIC_RATIO: Final = 1.5
 """Panic mode starts if the panic window needs this many times the current nodes."""
 MIN_PANIC_ARRIVALS: Final = 8
-"""Fewer arrivals cause no panic: one long prompt is none."""
+"""Arrivals that a panic needs in its window. One long prompt is none."""
 MAX_GROWTH: Final = 2.0
+"""A trend is followed up to twice the current load: lines through a start of the day point to infinity."""
 
 Planner = Callable[[ScalingInputs], FleetPlan | None]
 """Returns the plan that counts now, or None: then thresholds decide."""
@@ -150,14 +152,14 @@ class Scaler:
         self.config = config
         self._offers = offers
         self._maximum = ""
-        """The maximum in words, if it is not `max_nodes` alone."""
+        """The maximum in words, if it is not `max_nodes` alone; else empty."""
         self._added_s = self._removed_s = float("-inf")
         """When nodes were last added and removed."""
         self._panic_until_s = float("-inf")
         self._desired_elsewhere: int | None = None
-        """The last changed number of desired nodes, where somebody else adds and removes nodes."""
+        """The last number of desired nodes that differed from the fleet, where somebody else adds and removes nodes."""
         self._spare: deque[tuple[float, int]] = deque()
-        """How many nodes were spare at each decision within the last `cooldown_down_s`."""
+        """The number of spare nodes at each decision within the last `cooldown_down_s`."""
 
     def limit(self, config: Scaling, offers: OfferSelector, maximum: str) -> None:
         """Decide by these settings and offers from now on. `maximum`: in words, if it is not `max_nodes` alone."""
@@ -225,6 +227,7 @@ class Scaler:
         if needed > 0 or (missing and not blocked):
             self._spare.clear()
         else:  # also where only an island misses nodes, and none is available for it
+            # Without provisioners the autoscaler only names a number: which node goes is KEDA's choice.
             any_node = self._offers.somebody_else_scales
             if plan is None:
                 candidates, reason = removable_nodes(inputs, minimum, any_node=any_node)
@@ -313,6 +316,7 @@ class Scaler:
             unused = machines - decision.nodes
             obstacles.append(f"maximum of {maximum} reached; {unused} of them do not answer or are leaving")
             return True
+        # An empty fleet serves nobody: no cooldown, and the fastest offer.
         no_nodes = inputs.node_count == 0
         wait_s = config.cooldown_up_s - (view.now_s - max(self._added_s, self._removed_s))
         if wait_s > 0 and not no_nodes:

@@ -14,19 +14,19 @@ from warmroute.scaling.offers import Offer, OfferKey
 log = EventLog("warmroute.scaling")
 
 REPEAT_AFTER_S: Final = 600.0
-"""An obstacle that was absent for this time is logged again."""
+"""An obstacle that was absent for this time is logged again. Quotas come and go with each decision."""
 
 
 class PaidNode(msgspec.Struct, frozen=True):
     """A machine that costs money: serving, starting (pending), not answering or terminating."""
 
     offer: OfferKey | None
-    """None for a node that somebody else added to the fleet."""
+    """Offer of the machine; None for a node that somebody else added to the fleet."""
     island: str
     usd_per_hour: float
     gpu: str = ""
     counts_toward_limit: bool = True
-    """Whether it counts towards the limits of nodes. Its price always counts towards the budget."""
+    """Whether the machine counts towards the limits of nodes. Its price always counts towards the budget."""
     role: Role = "mixed"
 
 
@@ -65,7 +65,7 @@ class ScalingDecision(msgspec.Struct, kw_only=True):
     at_s: float
     desired_nodes: int
     nodes: int
-    """Serving and pending ones."""
+    """Number of serving and pending nodes."""
     additions: tuple[AddNode, ...] = ()
     removals: tuple[RemoveNode, ...] = ()
     switches: tuple[SwitchRole, ...] = ()
@@ -75,7 +75,7 @@ class ScalingDecision(msgspec.Struct, kw_only=True):
     reasons: tuple[str, ...] = ()
     """Why this many nodes are desired, and what prevents them."""
     obstacles: tuple[str, ...] = ()
-    """Those of the reasons that prevent adding nodes that are needed."""
+    """The reasons that prevent adding nodes that are needed."""
     invalid_inputs: tuple[str, ...] = ()
     """A sentence for each metric and offer that was ignored because its value is impossible."""
     panicking: bool = False
@@ -83,7 +83,7 @@ class ScalingDecision(msgspec.Struct, kw_only=True):
     utilisation: float = 0.0
     """Fraction of the serving nodes' time that the work takes."""
     pools: dict[Pool, PoolDecision] = {}
-    """By role; empty where no node has one."""
+    """The decision of each pool; empty where no node has a role."""
 
     @property
     def changes(self) -> bool:

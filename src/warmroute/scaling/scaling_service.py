@@ -20,8 +20,8 @@ from warmroute.core.demand import DemandMeter
 from warmroute.core.fleet import Fleet
 from warmroute.core.hot_prefixes import HotPrefixes
 from warmroute.event_log import EventLog
-from warmroute.scaling.autoscaler import Autoscaler
-from warmroute.scaling.control_loop import ControllerLoop, LeaderLease, NodeRegistry, Post, PrefixPrefiller
+from warmroute.scaling.autoscaler import POOLS, Autoscaler
+from warmroute.scaling.control_loop import ControllerLoop, LeaderLease, Post, PrefixPrefiller, ScalingNodes
 from warmroute.scaling.fleet_plan import router_settings
 from warmroute.scaling.lease import LeaderLock
 from warmroute.scaling.node_lifecycle import LifecycleState
@@ -35,7 +35,7 @@ log = EventLog("warmroute.scaling")
 
 
 class ScalingStats(msgspec.Struct, frozen=True):
-    """For the metrics."""
+    """What the metrics page shows of scaling."""
 
     desired_nodes: int
     states: dict[str, int]
@@ -47,9 +47,9 @@ class ScalingStats(msgspec.Struct, frozen=True):
     lost: int
     leading: bool
     pools: dict[Pool, PoolDecision]
-    """By role; empty where no node has one."""
+    """The decision of each pool; empty where no node has a role."""
     replay: PlannerStats | None = None
-    """None if the autoscaler goes by thresholds only."""
+    """What the searches by replay did; None if the autoscaler goes by thresholds only."""
 
 
 class RouterLease(LeaderLease, Protocol):
@@ -65,7 +65,7 @@ class RouterLease(LeaderLease, Protocol):
 
     def is_leader(self) -> bool: ...
     def start(self) -> None:
-        """Raises ConfigError if it cannot be used."""
+        """Begin to hold the lease or to wait for it. Raises ConfigError if the lease cannot be used."""
 
     async def close(self) -> None:
         """Let another router lead at once."""
@@ -73,12 +73,12 @@ class RouterLease(LeaderLease, Protocol):
 
 class ScalingService:
     def __init__(
-        self, config: Config, fleet: Fleet, cache_view: CacheView, nodes: NodeRegistry, post: Post,
+        self, config: Config, fleet: Fleet, cache_view: CacheView, nodes: ScalingNodes, post: Post,
         waiting: Callable[[], int], set_first_node_wait: Callable[[float], None],
         lease: RouterLease | None = None,
     ) -> None:  # fmt: skip
-        """`waiting`: number of requests that wait at the router. `lease`: if routers on several machines scale the
-        fleet in turn. Raises ConfigError if a provisioner cannot be created."""
+        """`waiting` returns the number of requests that wait at the router. `lease`: set if routers on several machines
+        scale the fleet in turn. Raises ConfigError if a provisioner cannot be created."""
         self._config = config
         self._fleet = fleet
         self.demand_meter = DemandMeter()
@@ -127,7 +127,8 @@ class ScalingService:
         return scaling.first_node_wait_s if nodes_come and not scaling.dry_run else 0.0
 
     def _check_lease(self) -> bool:
-        """Return whether this process leads. Notice if another router begins to, or a worker of this one."""
+        """Return whether this process leads. If another router begins to lead, or a worker of this one, requests wait
+        for a first node accordingly."""
         lease = self._lease
         assert lease is not None
         leads, leader_is_here = lease.is_leader(), lease.leader_is_here
@@ -174,6 +175,10 @@ class ScalingService:
             raise missing_extra("scaling.keda_port", error, "keda") from None
         self._keda = KedaScaler(self.autoscaler.desired_in_pool)
         await self._keda.start(scaling.keda_host, scaling.keda_port)
+        log.warning(
+            "keda_deprecated",
+            "The next release has no scaling.keda_port: let KEDA read GET /admin/scaling (trigger metrics-api).",
+        )
         log.info("keda_listening", address=f"{scaling.keda_host}:{self._keda.port}")
 
     def _leader_changed(self) -> None:
@@ -220,6 +225,7 @@ class ScalingService:
         last = autoscaler.last_decision
         states = Counter(managed.state for managed in autoscaler.managed)
         return ScalingStats(
+            # Prometheus takes the maximum over routers: a stale number of a router that stopped leading must not be it.
             desired_nodes=autoscaler.desired_nodes if self.loop.leading else 0,
             states={state.value: states[state] for state in LifecycleState if state is not LifecycleState.TERMINATED},
             usd_per_hour=sum(node.config.usd_per_hour for node in self._fleet),
@@ -243,6 +249,8 @@ class ScalingService:
             "leading": self.loop.leading,
             "dry_run": autoscaler.config.dry_run,
             "desired_nodes": autoscaler.desired_nodes,
+            # KEDA reads these two, each for a ScaledObject of its own.
+            "workloads": {role: {"desired_nodes": autoscaler.desired_in_pool(role)} for role in POOLS},
             "waiting_requests": self._waiting(),
             "last_decision": None
             if last is None
@@ -307,7 +315,7 @@ class ScalingService:
                 "desired_nodes": plan.desired_nodes,
                 "growth": round(plan.growth, 3),
                 "floor_ttft_p90_ms": round(plan.floor_ms, 1) if plan.floor_ms is not None else None,
-                "unusual_ms": round(plan.unusual_ms, 1),
+                "above_baseline_ms": round(plan.above_baseline_ms, 1),
                 "cpu_s": round(plan.cpu_s, 2),
                 "fleets": msgspec.to_builtins([*plan.fleets, *([plan.larger] if plan.larger is not None else [])]),
             },

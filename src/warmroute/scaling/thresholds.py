@@ -33,21 +33,25 @@ from warmroute.scaling.scaling_decision import PaidNode, count_of_nodes
 # Pending nodes count as if they served, except where requests wait.
 
 MIN_FIRST_TOKENS: Final = 20
-"""A percentile of fewer responses is unknown."""
+"""Fewest responses: a percentile of fewer is unknown."""
 CACHE_FACTOR: Final = 1.5
+"""A fleet half as large again is what an operator would try."""
 MIN_HIT_GAIN: Final = 0.02
 """More cache helps if CACHE_FACTOR times as much raises the hit ratio by MIN_HIT_GAIN."""
 HEADROOM: Final = 0.85
-"""Where a limit is broken, nodes are added until the estimate is below this fraction of it."""
+"""Where a limit is broken, nodes are added until the estimate is below this fraction of it. Just below the limit, the
+next minute would break it again."""
 MISSES_SAVED: Final = 0.1
+"""With CACHE_FACTOR times the cache, this share of the misses has to go: less is within the error of the estimate."""
 CACHE_STEP: Final = 0.2
-"""Where response times are over a limit and CACHE_FACTOR times the cache would save this fraction of the misses, the
-fleet lacks cache: it grows by CACHE_STEP instead of one node."""
+"""Where response times are over a limit and more cache would save MISSES_SAVED of the misses, the fleet grows by this
+fraction of its nodes instead of by one."""
 MIN_BUSY: Final = 0.5
 """Fraction of `max_mean_wait_ms`. If the estimated wait is below it and no requests wait, more nodes would not help."""
 MAX_TOKEN_STEP: Final = 2
 """The time between tokens of a fleet of up to this many times the nodes that serve can be estimated."""
 MAX_NODES: Final = 1024
+"""An estimate that needs more nodes than this is wrong."""
 
 
 def nodes_needed(inputs: ScalingInputs) -> tuple[int, list[str]]:
@@ -208,18 +212,19 @@ def _until(enough: Callable[[FleetSize], bool], size: FleetSize, weight: float, 
 #
 #     saved = usd_per_hour / weight · STAY_S                      price of its time, for the speed it adds
 #     lost  = held blocks · block_tokens · chance · ms_per_token  prefilling again what its cache holds and requests
-#     will
-#                                                                 need, at the price of the same time
+#                                                                 will need, at the price of the same time
 #
 # Only nodes that a provisioner created are removed, and none that its island needs.
 
 STAY_S: Final = 600.0
 """How long a node that is not removed now is assumed to stay."""
 DEFAULT_USD_PER_HOUR: Final = 1.0
-"""For a node without a known price."""
+"""Assumed price of a node without a known one. All such nodes cost the same, so their caches decide."""
 BLOCK_TOKENS: Final = 16.0
+"""The usual block of vLLM, for a node that does not report its own."""
 MAX_REMAINING_LOAD: Final = 0.75
-"""Fraction of `target_utilisation` and `max_kv_usage` that the remaining nodes may reach."""
+"""Fraction of `target_utilisation` and `max_kv_usage` that the remaining nodes may reach. Above it, the node that was
+removed would be bought again within minutes."""
 MAX_REMAINING_WAIT: Final = 0.4
 """Fraction of `max_mean_wait_ms` that the remaining nodes may reach."""
 
@@ -251,6 +256,7 @@ def rank_candidates(inputs: ScalingInputs, *, any_node: bool = False) -> list[Re
         lost_s = node.held_blocks * BLOCK_TOKENS * chance * speeds.usual_ms / 1000.0
         candidates.append(RemovalCandidate(node, usd / weight * STAY_S / 3600.0, usd * lost_s / 3600.0))
     candidates.sort(key=lambda one: (one.lost_usd - one.saved_usd, one.node.load, one.node.name))
+    # Candidates leave together: each one takes from its island what the next one may no longer take.
     spare = Counter(node.island for node in inputs.serving)
     spare.subtract({one.island: one.min_nodes for one in inputs.config.islands})
     removable = []

@@ -35,3 +35,12 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- define "warmroute.adminSecret" -}}
 {{ .Values.admin.existingSecret | default (include "warmroute.name" .) }}
 {{- end }}
+
+{{/* Not empty if KEDA's deprecated external scaler listens. */}}
+{{- define "warmroute.kedaPush" -}}
+{{- if .Values.keda.enabled }}
+{{- if eq .Values.keda.trigger "external-push" }}yes
+{{- else if ne .Values.keda.trigger "metrics-api" }}{{ fail "keda.trigger is neither metrics-api nor external-push" }}
+{{- end }}
+{{- end }}
+{{- end }}

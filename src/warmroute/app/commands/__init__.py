@@ -149,7 +149,7 @@ _HEAD: Final = 9
 class TableColumn:
     head: str
     cells: Sequence[Text]
-    """One for each row."""
+    """The cells of the column, one for each row."""
     justify: Literal["left", "right"] = "right"
 
     @property
@@ -161,7 +161,7 @@ class TableColumn:
 
     @property
     def full_width(self) -> int:
-        """With the head in one line."""
+        """Width of the column with its head in one line."""
         from rich.cells import cell_len
 
         return max(self.width, cell_len(self.head))
@@ -309,7 +309,7 @@ LOOPBACK: Final = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "[::1]", "*": 
 class AdminAddress(NamedTuple):
     url: str
     origin: str
-    """What named it, for errors."""
+    """Where the address comes from, for errors."""
 
 
 def add_admin_options(parser: argparse.ArgumentParser | argparse._ArgumentGroup, with_config: bool = True) -> None:

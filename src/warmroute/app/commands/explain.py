@@ -16,6 +16,7 @@ from urllib.parse import quote, urlencode
 
 from warmroute.app.commands import TableColumn, add_admin_options, call_admin, console, fit_tables, whole
 from warmroute.config import ConfigError
+from warmroute.core.messages import FACTS
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 MAX_NAME: Final = 32
 """Characters of a model's or tenant's name in the list."""
+_IN_OUTCOME_LINE: Final = ("tenant", "model", "priority")
 Decision = dict[str, Any]
 """As the admin API describes it."""
 
@@ -175,8 +177,9 @@ def _print(decision: Decision) -> None:
         hidden = decision["candidate_count"] - len(decision["candidates"])
         if hidden > 0:
             out.print(f"and {hidden:,} more", style="dim")
-    if decision.get("route"):
-        out.print(f"route: {decision['route']}", markup=False, highlight=False)
+    for name in FACTS:
+        if name not in _IN_OUTCOME_LINE and decision.get(name):
+            out.print(f"{name}: {decision[name]}", markup=False, highlight=False)
     for line in _failed_lines(decision):
         out.print(line, markup=False, highlight=False, soft_wrap=True)
     if "outcome" in decision:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from warmroute.lab.run import Setup
-    from warmroute.lab.sizing import Limits, LoadMargin, NodesNeeded
+    from warmroute.lab.sizing import LatencyLimits, LoadMargin, NodesNeeded
 
 
 EPILOG = """\
@@ -144,14 +144,14 @@ def run(args: argparse.Namespace) -> int:
     return 0 if all(one.nodes is not None for one in results) else 1
 
 
-def plan(args: argparse.Namespace) -> tuple[list[NodesNeeded], Limits, LoadMargin | None]:
+def plan(args: argparse.Namespace) -> tuple[list[NodesNeeded], LatencyLimits, LoadMargin | None]:
     """Find the nodes that each policy needs. Raises ConfigError, BadWorkload, BadTrace or BadPolicy."""
     from warmroute.lab.replay_setup import parse_policy
-    from warmroute.lab.sizing import Limits, load_margin, nodes_needed, with_load
+    from warmroute.lab.sizing import LatencyLimits, load_margin, nodes_needed, with_load
 
     p50, p90, p99, inter_token = args.ttft_p50, args.ttft_p90, args.ttft_p99, args.inter_token_p90
     given = p50 or p90 or p99 or inter_token
-    limits = Limits(p50, p90, p99, inter_token) if given else Limits.of(Objective())
+    limits = LatencyLimits(p50, p90, p99, inter_token) if given else LatencyLimits.of(Objective())
     policies = [parse_policy(text) for text in args.policy or POLICIES[: 1 if args.roles else None]]
     if any(one.name == "oracle" for one in policies):
         raise ConfigError("--policy oracle: the oracle serves no requests, so it needs no nodes")
@@ -202,7 +202,9 @@ def _setup(args: argparse.Namespace) -> Setup:
     )
 
 
-def result_tables(results: list[NodesNeeded], args: argparse.Namespace, limits: Limits, width: int) -> Iterator[Table]:
+def result_tables(
+    results: list[NodesNeeded], args: argparse.Namespace, limits: LatencyLimits, width: int
+) -> Iterator[Table]:
     from rich.text import Text
 
     from warmroute.lab.engine.timing import profile
@@ -238,7 +240,7 @@ def result_tables(results: list[NodesNeeded], args: argparse.Namespace, limits: 
 
 
 def summary_lines(
-    results: list[NodesNeeded], args: argparse.Namespace, limits: Limits, margin: LoadMargin | None
+    results: list[NodesNeeded], args: argparse.Namespace, limits: LatencyLimits, margin: LoadMargin | None
 ) -> list[str]:
     from warmroute.lab.engine.timing import profile
 
@@ -264,7 +266,7 @@ def _count_of_gpus(count: int) -> str:
     return "1 GPU" if count == 1 else f"{count} GPUs"
 
 
-def _failure(one: NodesNeeded, args: argparse.Namespace, limits: Limits) -> str:
+def _failure(one: NodesNeeded, args: argparse.Namespace, limits: LatencyLimits) -> str:
     from warmroute.lab.report import ms
 
     limit = one.unreachable_limit(limits)

@@ -72,17 +72,17 @@ def _toml(value: Any) -> str:
     return f"{value:_}" if isinstance(value, int) and value > 65_535 else str(value)
 
 
-# warmroute metrics-reference: prints the metrics reference, generated from app/metrics/__init__.py.
+# warmroute metrics-reference: prints the metrics reference, from what app/metrics/ declares.
 
 METRICS_INTRODUCTION = """\
 # Metrics
 
-The admin listener exports these metrics at `/metrics`, in the text format of Prometheus. `warmroute metrics-reference`
-generates this page. A dashboard and alert rules use them: [Dashboards and alerts](../guides/dashboards-and-alerts.md).
+The admin listener exports these metrics at `/metrics`, in the text format of Prometheus.
+[Dashboards and alerts](../guides/dashboards-and-alerts.md) use them. `warmroute metrics-reference` generates this page.
 
-Counters are totals since the start. Tokens, times and savings count complete responses with a status below 400, when
-they end. Labels are bounded: the router counts up to 256 pairs of model and route, 2,048 of model and tenant and 4,096
-of model and node apart, and all others as model `(other)`. It forgets the counters of a node that leaves the fleet.
+A name that ends in `_total` is a counter since the start. A meaning that begins with "Histogram" is one; all others are
+gauges. Tokens, times and savings count complete responses with a status below 400, when they end. Labels are bounded:
+beyond 256 pairs of model and route, 2,048 of model and tenant, and 4,096 of model and node, the model is `(other)`.
 """
 
 
@@ -97,12 +97,14 @@ def run_metrics_reference(_args: argparse.Namespace) -> int:
 
 
 def metrics_reference() -> str:
-    from warmroute.app.metrics import LABELS, METRICS
+    from warmroute.app.metrics import LABELS
+    from warmroute.app.metrics.page import METRICS
 
-    lines = [METRICS_INTRODUCTION, "| metric | type | labels | |", "| --- | --- | --- | --- |"]
+    lines = [METRICS_INTRODUCTION, "| metric and labels | meaning |", "| --- | --- |"]
     for metric in METRICS:
-        labels = ", ".join(f"`{label}`" for label in metric.labels)
-        lines.append(f"| `{metric.name}` | {metric.kind} | {labels} | {metric.help} |")
+        labels = f" `{{{','.join(metric.labels)}}}`" if metric.labels else ""
+        kind = "Histogram. " if metric.kind == "histogram" else ""
+        lines.append(f"| `{metric.name}`{labels} | {kind}{metric.help} |")
     lines += ["", "## Labels", "", "| label | value |", "| --- | --- |"]
     lines += [f"| `{label}` | {text} |" for label, text in LABELS.items()]
     return "\n".join(lines) + "\n"
@@ -146,29 +148,25 @@ def add_monitoring(commands: Any) -> None:
 
 def run_monitoring(args: argparse.Namespace) -> int:
     from warmroute.app.metrics.page import WAIT_BUCKETS
-    from warmroute.app.monitoring.alert_rules import Thresholds, alert_rules, render_reference, render_rules
-    from warmroute.app.monitoring.dashboard import render_dashboard
+    from warmroute.app.monitoring import ALERT_RULES, DASHBOARD, Objectives, reference, render
 
-    thresholds = Thresholds()
+    objectives = Objectives()
     if args.ttft_seconds is not None:
         if args.ttft_seconds not in WAIT_BUCKETS.bounds_s:
             choices = ", ".join(f"{bound:g}" for bound in WAIT_BUCKETS.bounds_s)
             print(f"warmroute: --ttft-seconds has to be a bucket of the TTFT histogram: {choices}", file=sys.stderr)
             return 2
-        thresholds = thresholds._replace(ttft_s=args.ttft_seconds)
+        objectives = objectives._replace(ttft_s=args.ttft_seconds)
     if args.queue_wait_seconds is not None:
-        thresholds = thresholds._replace(queue_wait_s=args.queue_wait_seconds)
+        objectives = objectives._replace(queue_wait_s=args.queue_wait_seconds)
     if args.ttft_share is not None:
-        thresholds = thresholds._replace(ttft_share=args.ttft_share)
+        objectives = objectives._replace(ttft_share=args.ttft_share)
     if args.availability is not None:
-        thresholds = thresholds._replace(availability=args.availability)
-    rules = alert_rules(thresholds)
-    files = {
-        args.directory / GRAFANA_FILE: render_dashboard(thresholds),
-        args.directory / RULES_FILE: render_rules(rules),
-    }
+        objectives = objectives._replace(availability=args.availability)
+    rules = render(ALERT_RULES, objectives)
+    files = {args.directory / GRAFANA_FILE: render(DASHBOARD, objectives), args.directory / RULES_FILE: rules}
     if args.reference is not None:
-        files[args.reference] = render_reference(rules)
+        files[args.reference] = reference(rules)
     if args.check:
         return _check(files)
     for path, text in files.items():

@@ -37,9 +37,9 @@ WORKLOAD is a trace in Mooncake's format (.jsonl or .jsonl.gz), a directory of c
 parameters as key=value (of a trace: model=NAME, id_tokens=N):
 shared_system_prompts, multi_turn_chat, rag, few_shot, tool_agents, unique_batch, hot_prefix_storm, priority_mix,
 mixed_lengths, llm_d.
-Policies can have parameters: prefix_hash:load_factor=2. Policies of other routers: sglang, llm_d, llm_d_precise,
-dynamo, dynamo_fcfs, dynamo_wspt, kubeai, aibrix. `oracle` is the hit rate of one cache as large as the fleet's. See
-docs/lab/simulation.md.
+Policies can have parameters: prefix_hash:load_factor=2. Policies of other routers: sglang, smg, llm_d,
+llm_d_precise, llm_d_affinity, dynamo, dynamo_fcfs, dynamo_wspt, kubeai, aibrix. `oracle` is the
+hit rate of one cache as large as the fleet's. See docs/lab/simulation.md.
 """
 
 

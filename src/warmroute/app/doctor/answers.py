@@ -9,20 +9,26 @@ import re
 import socket
 import ssl
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-import zmq
-import zmq.asyncio
-
 from warmroute.config import NodeConfig, node_name
 from warmroute.core.node import LoadReport
 from warmroute.core.reported_values import ReportedValues, decode_json
-from warmroute.engines import detect_engine, engine_of_cards, metrics_paths, parse_load, read_cards
-from warmroute.engines.kv_subscription import KvEndpoint, configured_endpoints, parse_event_sources, parse_server_info
+from warmroute.engines import ENGINES, detect_engine, engine_of, engine_of_cards, read_cards
+from warmroute.engines.kv_events import BadPayload, ByteBudget, decode_batch
+from warmroute.engines.kv_subscription import (
+    SUBSCRIBE_TO_ALL,
+    KvEndpoint,
+    configured_endpoints,
+    parse_event_sources,
+    parse_server_info,
+)
 from warmroute.engines.prometheus_page import labels
+from warmroute.engines.zmtp import SUB, ZmtpConnection
 from warmroute.http_client import open_response
 
 # Requests of the doctor to one node, each on its own connection.
@@ -100,7 +106,7 @@ def _clock_skew_s(fields: bytes, started_s: float, ended_s: float) -> float | No
 
 # What a node answers: its engine, models, metrics and KV event endpoints, read by the router's own parsers.
 
-_OWNERS = {"vllm": "vllm", "sglang": "sglang", "tensorrt_llm": "trtllm"}
+_OWNERS = {engine.owner: name for name, engine in ENGINES.items() if engine.owner}
 
 
 @dataclass(slots=True)
@@ -119,11 +125,11 @@ class NodeFacts:
     """Whether the router would detect the engine, too."""
     version: str = ""
     is_simulated: bool = False
-    """Whether it is `warmroute engine`."""
+    """Whether the node is `warmroute engine`."""
     load: LoadReport | None = None
     server_info: dict[str, Any] = field(default_factory=dict)
     endpoints: list[KvEndpoint] | None = None
-    """Where it publishes KV events; None if it does not say."""
+    """Where the node publishes KV events; None if it does not say."""
     block_size: int = 0
     prefix_caching: bool | None = None
 
@@ -168,7 +174,7 @@ async def ask_node(config: NodeConfig, http: NodeHttp, health_path: str) -> Node
 async def _ask_metrics(facts: NodeFacts, http: NodeHttp) -> None:
     configured = facts.config.engine
     refused: Answer | None = None
-    for path in metrics_paths(configured):
+    for path in engine_of(configured).metrics_paths:
         facts.metrics = await http.get(path)
         refused = refused or (facts.metrics if facts.metrics.status in (401, 403) else None)
         if facts.metrics.ok and (configured != "auto" or detect_engine(facts.metrics.body)):
@@ -182,7 +188,7 @@ async def _ask_metrics(facts: NodeFacts, http: NodeHttp) -> None:
     facts.engine = detected or next(filter(None, owners), "")
     try:
         if facts.metrics.ok and (configured != "auto" or detect_engine(page)):
-            facts.load = parse_load(facts.engine, page)
+            facts.load = engine_of(facts.engine).parse_load(page)
     except ValueError:
         pass
     facts.block_size = facts.load.block_size if facts.load is not None else 0
@@ -199,12 +205,12 @@ async def _version(facts: NodeFacts, http: NodeHttp) -> str:
 
 
 async def _ask_kv_events(facts: NodeFacts, http: NodeHttp, reported: ReportedValues) -> None:
-    """As engines/kv_subscription.py does."""
+    """Ask a node where it publishes KV events, as engines/kv_subscription.py does."""
     config, host = facts.config, urlsplit(facts.config.url).hostname or ""
     if config.kv_events not in ("auto", "off"):
         facts.endpoints = configured_endpoints(config.kv_events, config.kv_replay, host)
         return
-    if facts.engine == "trtllm":
+    if engine_of(facts.engine).why_no_subscription:
         return
     try:
         answer = await http.get("/kv_event_sources")
@@ -251,12 +257,15 @@ def _object(answer: Answer) -> dict[str, Any]:
 # request is sent once more.
 
 CONNECT_S: Final = 2.0
+"""A firewall that drops packets answers nothing at all."""
 SUBSCRIBE_S: Final = 0.5
 """Time for a subscription to reach the engine. Events before that are lost."""
 EVENT_S: Final = 3.0
+"""How long the doctor waits for a KV event after the response."""
 REQUEST_S: Final = 120.0
-_MAX_MESSAGE_BYTES: Final = 64 << 20
+"""A cold engine compiles kernels for its first request."""
 _DEFAULT_BLOCK: Final = 64
+"""Block size that is assumed where the node does not report its own. The prompt fills two such blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,6 +274,9 @@ class SampleResult:
     """Why the request failed; empty if it succeeded."""
     reports_cached_tokens: bool = False
     has_event: bool = False
+    """Whether the router can read a KV event that the engine published for the request."""
+    unreadable: str = ""
+    """Why the router cannot read what the engine published; empty if it can, or if nothing arrived."""
 
 
 async def unreachable_endpoints(endpoints: list[KvEndpoint]) -> list[str]:
@@ -286,35 +298,57 @@ async def _accepts(endpoint: str) -> bool:
 
 async def send_sample(facts: NodeFacts, http: NodeHttp, endpoints: list[KvEndpoint]) -> SampleResult:
     """Send the request, and wait for a KV event if there are endpoints."""
-    context = zmq.asyncio.Context()
+    first = _FirstEvent()
+    # The router's own subscriber: it refuses what libzmq would accept, such as a message larger than the router keeps.
+    connections = [first.subscribe(one.endpoint) for one in endpoints]
     try:
-        listening = asyncio.ensure_future(_first_event(context, endpoints))
         if endpoints:
             await asyncio.sleep(SUBSCRIBE_S)
         answer = await _complete(facts, http)
         if not answer.ok:
-            listening.cancel()
             return SampleResult(error=answer.error or f"it answers {answer.status}: {_message(answer)}")
-        has_event = False
         if endpoints:
-            await asyncio.wait([listening], timeout=EVENT_S)
-            has_event = listening.done()
-        listening.cancel()
-        return SampleResult("", _reports(answer), has_event)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(first.has_arrived.wait(), EVENT_S)
+        return SampleResult("", _reports(answer), first.has_arrived.is_set(), first.unreadable)
     finally:
-        context.destroy(linger=0)
+        for connection in connections:
+            connection.close()
 
 
-async def _first_event(context: zmq.asyncio.Context, endpoints: list[KvEndpoint]) -> None:
-    socket = context.socket(zmq.SUB)
-    try:
-        socket.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
-        socket.setsockopt(zmq.SUBSCRIBE, b"")
-        for one in endpoints:
-            socket.connect(one.endpoint)
-        await socket.recv_multipart()
-    finally:
-        socket.close(linger=0)
+class _FirstEvent:
+    """Waits for one message that the router can read, from any of a node's endpoints."""
+
+    def __init__(self) -> None:
+        self.has_arrived = asyncio.Event()
+        self.unreadable = ""
+        self._budget = ByteBudget()
+
+    def subscribe(self, endpoint: str) -> ZmtpConnection:
+        parts = urlsplit(endpoint)
+
+        def read() -> None:
+            while (frames := connection.receive()) is not None:
+                self._read(frames)
+
+        connection = ZmtpConnection(
+            parts.hostname or "", parts.port or 0, SUB, SUBSCRIBE_TO_ALL, self._budget, read, on_error=self._fail
+        )
+        return connection
+
+    def _read(self, frames: list[bytes]) -> None:
+        if len(frames) != 3:
+            self._fail(f"a message of {len(frames)} frames instead of topic, number and events")
+            return
+        try:
+            decode_batch(frames[2])
+        except BadPayload as error:
+            self._fail(str(error))
+        else:
+            self.has_arrived.set()
+
+    def _fail(self, reason: str) -> None:
+        self.unreadable = printable(reason, 200)
 
 
 async def _complete(facts: NodeFacts, http: NodeHttp) -> Answer:

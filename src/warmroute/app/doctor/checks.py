@@ -9,9 +9,9 @@ from typing import Any, Final, Literal
 
 from warmroute import build_advice, version_and_build
 from warmroute.app.doctor.answers import NodeFacts, NodeHttp, SampleResult
-from warmroute.app.models import CHAT_ENGINES, TEXT_ENGINES, missing_advice
+from warmroute.app.models import missing_advice
 from warmroute.config import Config, ConfigError
-from warmroute.engines import engine_flags as flags
+from warmroute.engines import ENGINE_LINE, engine_of
 from warmroute.prompt.hub import find_tokenizer_files
 from warmroute.prompt.node_tokenizer import Agreement, NodeDidNotAnswer, compare_tokens, tokenize_request
 from warmroute.prompt.registry import TokenizerRegistry, TokenizerStatus
@@ -76,6 +76,7 @@ class Report:
 # What a node's answers mean for the router, and what to change. No I/O.
 
 MAX_CLOCK_SKEW_S = 2.0
+"""The date of a response has whole seconds, and the way to the node takes some of one."""
 
 
 def reachable(facts: NodeFacts, health_path: str) -> Check:
@@ -97,12 +98,17 @@ def _refused(name: str, what: str, status: int, facts: NodeFacts) -> Check:
     return Check(name, "problem", f"{what} answers {status}: {found}", change)
 
 
+def _nodes_line(name: str, line: str) -> str:
+    """Return a line to add to the [[nodes]] table of a node."""
+    return f"In the [[nodes]] table of {name}, set\n    {line}"
+
+
 def key_advice(facts: NodeFacts) -> tuple[str, str]:
     """Return why a node refuses requests, and what to change."""
     variable = facts.config.api_key_env
     if not variable:
         line = 'api_key_env = "NODE_API_KEY"  # an environment variable of the router'
-        return "the node requires an API key", flags.nodes_line(facts.name, line)
+        return "the node requires an API key", _nodes_line(facts.name, line)
     if not facts.has_key:
         change = f"Set the environment variable {variable}, also where the router runs"
         return f"the node requires an API key, and {variable} is not set", change
@@ -115,18 +121,18 @@ def key_advice(facts: NodeFacts) -> tuple[str, str]:
 def engine(facts: NodeFacts) -> Check:
     if facts.metrics.status in (401, 403) and facts.load is None:
         return _refused("engine", "its metrics page", facts.metrics.status, facts)
-    name = flags.ENGINE_NAMES.get(facts.engine, "")
+    name = engine_of(facts.engine).title
     shown = f"{name} {facts.version}".strip()
     if not facts.engine:
         return Check(
             "engine", "problem", "the engine is unknown: neither its metrics nor its models name it",
-            flags.nodes_line(facts.name, 'engine = "vllm"  # or "sglang", "trtllm"'),
+            _nodes_line(facts.name, ENGINE_LINE),
         )  # fmt: skip
     if facts.load is None:
         status = facts.metrics.error or f"answers {facts.metrics.status}" if not facts.metrics.ok else "has no load"
-        change = flags.metrics(facts.engine)
+        change = engine_of(facts.engine).to_report_load
         if not facts.is_detected:
-            change += ". " + flags.nodes_line(facts.name, f'engine = "{facts.engine}"')
+            change += ". " + _nodes_line(facts.name, f'engine = "{facts.engine}"')
         return Check("engine", "problem", f"{shown}, but its metrics page {status}", change)
     return Check("engine", "ok", shown)
 
@@ -140,7 +146,7 @@ def models(facts: NodeFacts) -> Check:
         return _refused("models", "GET /v1/models", facts.models.status, facts)
     reason = facts.models.error or f"answers {facts.models.status}" if not facts.models.ok else "lists no models"
     return Check(
-        "models", "problem", f"GET /v1/models {reason}", flags.nodes_line(facts.name, 'models = ["NAME"]'),
+        "models", "problem", f"GET /v1/models {reason}", _nodes_line(facts.name, 'models = ["NAME"]'),
     )  # fmt: skip
 
 
@@ -151,7 +157,7 @@ def context_window(facts: NodeFacts) -> Check:
     if unknown:
         return Check(
             "context window", "note", f"the engine does not report that of {', '.join(unknown)}",
-            flags.nodes_line(facts.name, "max_model_len = 32768  # as the engine was started"),
+            _nodes_line(facts.name, "max_model_len = 32768  # as the engine was started"),
         )  # fmt: skip
     return Check("context window", "ok", ", ".join(f"{window:,} tokens" for window in set(windows.values()) if window))
 
@@ -191,7 +197,7 @@ def prefix_caching(facts: NodeFacts) -> Check:
     if facts.prefix_caching:
         return Check("prefix caching", "ok", "on")
     return Check(
-        "prefix caching", "problem", "off: every prompt is prefilled again", flags.prefix_caching(facts.engine)
+        "prefix caching", "problem", "off: every prompt is prefilled again", engine_of(facts.engine).to_cache_prefixes
     )
 
 
@@ -212,16 +218,16 @@ def kv_events(facts: NodeFacts, unreachable: list[str], sample: SampleResult | N
     if facts.config.kv_events == "off":
         yield Check(name, "ok", 'off in the configuration (kv_events = "off")')
         return
-    if facts.engine == "trtllm":
-        yield Check(name, "note", "not checked: the engine returns each event once, and the router needs them")
+    if why := engine_of(facts.engine).why_no_subscription:
+        yield Check(name, "note", why)
         return
     if not endpoints:
         found = "the engine publishes none; the router infers the cache from the requests that it sends"
         if facts.endpoints is None:
             found = "the engine does not say whether it publishes any"
-        change = flags.kv_events(facts.engine)
+        change = engine_of(facts.engine).to_publish_kv_events
         if facts.endpoints is None:
-            change += "\nIf it does already: " + flags.nodes_line(facts.name, 'kv_events = "tcp://*:5557"')
+            change += "\nIf it does already: " + _nodes_line(facts.name, 'kv_events = "tcp://*:5557"')
         yield Check(name, "problem", found, change)
         return
     shown = ", ".join(one.endpoint for one in endpoints[:4]) + (" …" if len(endpoints) > 4 else "")
@@ -238,13 +244,18 @@ def kv_events(facts: NodeFacts, unreachable: list[str], sample: SampleResult | N
         yield Check(name, "note", f"{shown} accepts the subscription; the sample request failed")
     elif sample.has_event:
         yield Check(name, "ok", f"{shown}; an event arrived for a sample request")
+    elif sample.unreadable:
+        yield Check(
+            name, "problem", f"the router cannot read what {shown} sends: {sample.unreadable}",
+            f"Check that the port is that of the engine's KV events. {engine_of(facts.engine).to_publish_kv_events}",
+        )  # fmt: skip
     elif facts.prefix_caching is False:
         yield Check(name, "problem", f"{shown}; no event arrived, because prefix caching is off",
-                    flags.prefix_caching(facts.engine))  # fmt: skip
+                    engine_of(facts.engine).to_cache_prefixes)  # fmt: skip
     else:
         yield Check(
             name, "problem", f"{shown} accepts the subscription, but no event arrived for a sample request",
-            f"Check that the port belongs to this engine. {flags.kv_events(facts.engine)}",
+            f"Check that the port belongs to this engine. {engine_of(facts.engine).to_publish_kv_events}",
         )  # fmt: skip
     yield _replay(facts, unreachable)
 
@@ -255,7 +266,7 @@ def _replay(facts: NodeFacts, unreachable: list[str]) -> Check:
     if not replays:
         return Check(
             "KV replay", "problem", "the engine replays no events: one lost event costs the router all it knew",
-            flags.replay(facts.engine),
+            f"Add a replay_endpoint. {engine_of(facts.engine).to_publish_kv_events}",
         )  # fmt: skip
     if closed:
         return Check(
@@ -279,7 +290,7 @@ def cached_tokens(facts: NodeFacts, sample: SampleResult | None) -> Check:
         return Check(name, "ok", "responses report them")
     return Check(
         name, "problem", "responses do not report them, so the router cannot check its predictions",
-        flags.cache_report(facts.engine),
+        engine_of(facts.engine).to_report_cached_tokens,
     )  # fmt: skip
 
 
@@ -319,7 +330,7 @@ def tokenizer_checks(facts: NodeFacts, statuses: Mapping[str, TokenizerStatus], 
         if status is None:
             continue
         tokenizer = status.tokenizer.tokenizer if status.tokenizer is not None else None
-        if tokenizer is None and config.prompts.remote_tokenize and facts.engine in CHAT_ENGINES:
+        if tokenizer is None and config.prompts.remote_tokenize and engine_of(facts.engine).tokenizes == "chats":
             yield Check("tokenizer", "ok", f"{status.model}: the router asks the node's /tokenize for each prompt")
         elif tokenizer is None and facts.is_simulated and status.model not in named:
             found = f"none for {status.model}: the router matches prompts by their text, since the engine is simulated"
@@ -351,11 +362,13 @@ async def template_checks(facts: NodeFacts, http: NodeHttp, statuses: Mapping[st
         status = statuses.get(card["id"])
         if status is None or status.tokenizer is None or status.tokenizer.tokenizer is None:
             continue
-        if facts.engine not in (*CHAT_ENGINES, *TEXT_ENGINES):
+        if not engine_of(facts.engine).tokenizes:
             checks.append(Check("chat template", "note", "not compared: the engine has no /tokenize"))
             continue
         try:
-            found = await compare_tokens(status.model, status.tokenizer, tokenize, facts.engine in CHAT_ENGINES)
+            found = await compare_tokens(
+                status.model, status.tokenizer, tokenize, engine_of(facts.engine).tokenizes == "chats"
+            )
             checks.append(_agreement_check(status.model, found))
         except NodeDidNotAnswer as problem:
             checks.append(Check("chat template", "note", f"not compared: {problem}"))

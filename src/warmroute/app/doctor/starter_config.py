@@ -10,7 +10,7 @@ from warmroute.app.doctor import MAX_CONCURRENT, checks
 from warmroute.app.doctor.answers import NodeFacts, NodeHttp, ask_node, printable
 from warmroute.config import Config
 from warmroute.edge.connection_pool import node_tls
-from warmroute.engines import engine_flags
+from warmroute.engines import engine_of
 
 
 async def ask_nodes(config: Config, timeout_s: float) -> list[NodeFacts]:
@@ -81,10 +81,10 @@ def _node(facts: NodeFacts) -> Iterator[str]:
         if facts.adapters:
             yield f"# LoRA adapters: {', '.join(printable(name) for name in facts.adapters[:8])}"
         if facts.prefix_caching is False:
-            yield f"# Prefix caching is off: {engine_flags.prefix_caching(facts.engine)}"
-        if facts.engine in ("vllm", "sglang") and not facts.endpoints:
+            yield f"# Prefix caching is off: {engine_of(facts.engine).to_cache_prefixes}"
+        if facts.engine and not engine_of(facts.engine).why_no_subscription and not facts.endpoints:
             yield "# It publishes no KV events, so the router infers its cache. To publish them:"
-            yield from (f"#     {line}" for line in engine_flags.kv_events(facts.engine).splitlines())
+            yield from (f"#     {line}" for line in engine_of(facts.engine).to_publish_kv_events.splitlines())
     yield "[[nodes]]"
     yield f"url = {_text(facts.config.url)}"
     if facts.engine and not facts.is_detected:

@@ -31,6 +31,7 @@ log = EventLog("warmroute.prompt_doctor")
 
 INTERVAL_S: Final = 5.0
 MAX_CPU_SHARE: Final = 0.02
+"""The doctor is advice: it must not cost what it could save."""
 MAX_BYTES: Final = 32 << 20
 """Memory for samples. Beyond it, the routes with the oldest samples lose them."""
 MAX_FINDINGS: Final = 3
@@ -69,7 +70,7 @@ class RouteReport(NamedTuple):
 
 
 _UNCOUNTED: Final = RouteReport(0, "", 0.0, (), None)
-"""Of a route whose cached tokens are not counted."""
+"""Why a route has no findings if its cached tokens are not counted."""
 
 
 class _Counted(NamedTuple):
@@ -81,7 +82,7 @@ class _Counted(NamedTuple):
     """Number of the last sample."""
 
 
-class PromptDoctor:
+class PromptComparison:
     def __init__(
         self,
         requests: Callable[[RouteKey], int],

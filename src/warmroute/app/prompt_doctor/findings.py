@@ -44,7 +44,7 @@ class CommonText(NamedTuple):
     reordered: bool
     """Whether other prompts have the same lines in another order."""
     other: int
-    """A prompt with the same text."""
+    """Another prompt with the same text."""
 
 
 class CommonLines:
@@ -156,7 +156,7 @@ class Place:
     examples: tuple[int, int]
     """Two prompts that differ there."""
     at: int
-    """Its position in the masked text of the first example."""
+    """Position of the place in the masked text of the first example."""
     prompts: dict[int, int] = field(default_factory=dict)
     """Number of each prompt that has it → characters of the prompt that could be reused without the difference."""
     values: int = 0
@@ -176,9 +176,9 @@ class Place:
 @dataclass(slots=True, eq=False)
 class Comparison:
     shared: list[int]
-    """For each prompt: leading characters of the masked text that another prompt has, too."""
+    """Leading characters of each prompt's masked text that another prompt has, too."""
     places: list[Place]
-    """Those with the most prompts first."""
+    """The places, those with the most prompts first."""
 
 
 def compare_prompts(prompts: Sequence[MaskedPrompt]) -> Comparison:
@@ -326,8 +326,9 @@ def _line_places(prompts: Sequence[MaskedPrompt], numbers: Sequence[int], shared
 # weight.
 
 MIN_SAMPLES: Final = 8
+"""A share of fewer prompts says too little."""
 MIN_LOST_SHARE: Final = 0.02
-"""Of the prompt tokens. A smaller loss is not a finding."""
+"""Least loss of a finding, as a share of the prompt tokens."""
 EXCERPT: Final = 32
 """Characters shown before and after a difference."""
 
@@ -370,14 +371,14 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     kind: DifferenceKind
     part: PartKind
     number: int
-    """Of the message or tool, from 0."""
+    """Number of the message or tool, from 0."""
     role: str
     character: int
     """Within the message or tool."""
     token: int
     """Within the prompt."""
     share: float
-    """Of the prompts since the first one that has it."""
+    """Share of the prompts with the difference, since the first one that has it."""
     prompts: int
     values: int
     more_places: int
@@ -397,7 +398,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     since_s: float
     """When the first of these samples arrived."""
     lost_gpu_s: float = 0.0
-    """Since `since_s`, over all requests."""
+    """GPU seconds that were lost since `since_s`, over all requests."""
     gpus: float = 0.0
     """GPU seconds lost per second, lately."""
 

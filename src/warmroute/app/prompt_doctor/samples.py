@@ -33,7 +33,7 @@ SYSTEM_ROLES: Final = ("system", "developer")
 PartKind = Literal["message", "tool", "system", "instructions", "prompt"]
 
 
-class Part(NamedTuple):
+class PromptPart(NamedTuple):
     kind: PartKind
     number: int
     """Position in the list of messages or tools."""
@@ -43,7 +43,7 @@ class Part(NamedTuple):
 
 
 class PromptParts(NamedTuple):
-    parts: list[Part]
+    parts: list[PromptPart]
     is_cut: bool
     """Whether the prompt has more text than the parts."""
 
@@ -53,7 +53,7 @@ def read_parts(path: bytes, body: bytes) -> PromptParts | None:
     request = read_request_body(path, body)
     if request is None:
         return None
-    parts: list[Part] = []
+    parts: list[PromptPart] = []
     left = MAX_CHARACTERS
     try:
         for part in _parts(request):
@@ -67,14 +67,14 @@ def read_parts(path: bytes, body: bytes) -> PromptParts | None:
     return PromptParts(parts, False) if parts else None
 
 
-def _parts(request: RequestBody) -> Iterator[Part]:
+def _parts(request: RequestBody) -> Iterator[PromptPart]:
     fields = request.fields
     if "system" in fields:
-        yield Part("system", 0, "", _content(_value(request, "system")))
+        yield PromptPart("system", 0, "", _content(_value(request, "system")))
     if "instructions" in fields:
-        yield Part("instructions", 0, "", _content(_value(request, "instructions")))
+        yield PromptPart("instructions", 0, "", _content(_value(request, "instructions")))
     messages = _messages(request)
-    first: Part | None = None
+    first: PromptPart | None = None
     for first in messages:
         if first.role not in SYSTEM_ROLES:
             break
@@ -83,7 +83,7 @@ def _parts(request: RequestBody) -> Iterator[Part]:
     tools = _value(request, "tools")
     if isinstance(tools, list):
         for number, tool in enumerate(tools):
-            yield Part("tool", number, "", _json(tool))
+            yield PromptPart("tool", number, "", _json(tool))
     if first is not None:
         yield first
         yield from messages
@@ -92,7 +92,7 @@ def _parts(request: RequestBody) -> Iterator[Part]:
             yield from _prompt(_value(request, name))
 
 
-def _messages(request: RequestBody) -> Iterator[Part]:
+def _messages(request: RequestBody) -> Iterator[PromptPart]:
     if "messages" not in request.fields:
         return
     outline: Outline = request.outline
@@ -104,25 +104,25 @@ def _messages(request: RequestBody) -> Iterator[Part]:
         yield _message(number, decode_json(request.body, start, end))
 
 
-def _message(number: int, message: Any) -> Part:
+def _message(number: int, message: Any) -> PromptPart:
     if not isinstance(message, dict):
-        return Part("message", number, "", _json(message))
+        return PromptPart("message", number, "", _json(message))
     text = _content(message.get("content"))
     for name in ("reasoning_content", "tool_calls", "tool_call_id"):
         if message.get(name):
             text += f"\n{_content(message[name])}"
-    return Part("message", number, str(message.get("role", ""))[:20], text)
+    return PromptPart("message", number, str(message.get("role", ""))[:20], text)
 
 
-def _prompt(value: Any) -> Iterator[Part]:
+def _prompt(value: Any) -> Iterator[PromptPart]:
     """Yield a completion's first prompt, or the items of a response's input."""
     if isinstance(value, str):
-        yield Part("prompt", 0, "", value)
+        yield PromptPart("prompt", 0, "", value)
     elif isinstance(value, list) and value and isinstance(value[0], dict):
         for number, item in enumerate(value):
             yield _message(number, item)
     elif isinstance(value, list) and value and isinstance(value[0], str):
-        yield Part("prompt", 0, "", value[0])
+        yield PromptPart("prompt", 0, "", value[0])
 
 
 def _content(content: Any) -> str:
@@ -219,15 +219,15 @@ _PART_START: Final = "\ue0f2"
 class Position(NamedTuple):
     """A place in a prompt, as its client's author finds it."""
 
-    part: Part
+    part: PromptPart
     character: int
 
 
 class MaskedPart(NamedTuple):
-    part: Part
-    """As sent."""
+    part: PromptPart
+    """Text of the part as the client sent it."""
     raw: str
-    """Its text: that of a tool with its fields sorted."""
+    """Text of the part; a tool's with its fields sorted."""
     spans: list[Span]
     """Volatile text in `raw`."""
     text: str
@@ -336,7 +336,7 @@ def _raw_offset(part: MaskedPart, offset: int) -> int:
     return max(0, offset + shift)
 
 
-def _sorted_tools(parts: list[Part]) -> list[tuple[str, Part]]:
+def _sorted_tools(parts: list[PromptPart]) -> list[tuple[str, PromptPart]]:
     """Return each part's text and the part, with the tools, and the fields within each, in a fixed order."""
     tools = [(_sorted_json(part.text), part) for part in parts if part.kind == "tool"]
     tools.sort(key=lambda tool: _masked(tool[0], list(volatile_spans(tool[0]))))
@@ -369,12 +369,13 @@ MAX_ROUTES: Final = 64
 MAX_PENDING: Final = 256
 """Sampled requests without a complete response. The oldest are dropped first."""
 MAX_PENDING_BYTES: Final = 16 << 20
+"""Memory for the bodies of sampled requests without a complete response."""
 MAX_RECENT: Final = 64
 """Samples of a route that are compared."""
 MAX_OLDER: Final = 30
 """Samples that are kept longer, to see how prompts have changed."""
 OLDER_S: Final = 60.0
-"""Time between two of these."""
+"""Time between two of the MAX_OLDER samples."""
 
 RouteKey = tuple[str, str]
 """Model and route, as core/traffic.py counts them."""
@@ -401,18 +402,18 @@ class PromptSample:
         self, samples: PromptSamples, draw: _Draw, path: bytes, body: bytes, tenant: str, arrived_s: float
     ) -> None:
         self.samples: PromptSamples | None = samples
-        """None once it is complete or dropped."""
+        """The samples that it belongs to; None once it is complete or dropped."""
         self.draw = draw
         self.number = 0
-        """Of the route's samples, in the order in which the doctor got them."""
+        """Number of the sample among the route's, in the order in which the doctor got them."""
         self.path = path
         self.body = body
-        """Empty once the doctor has read it."""
+        """The request's body; empty once the doctor has read it."""
         self.tenant = tenant
         self.arrived_s = arrived_s
         self.prompt: MaskedPrompt | None = None
         self.tokens = b""
-        """As the router read them, four bytes each."""
+        """The prompt's tokens as the router read them, four bytes each."""
         self.prompt_tokens = 0
         self.cached_tokens: int | None = None
         """None if neither the node nor the router knows it. Then the prompt is not compared."""

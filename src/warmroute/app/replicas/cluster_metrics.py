@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from warmroute.app import metrics
+from warmroute.app.metrics import page as metrics
 from warmroute.app.metrics.exposition import Page
 
 

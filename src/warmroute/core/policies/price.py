@@ -111,7 +111,7 @@ class PricePolicy:
         nodes, lookup = query.candidates.nodes, query.lookup
         if lookup is None:
             return True
-        prompts = lookup.special.prompts if lookup.special is not None else 1
+        prompts = lookup.batch.prompts if lookup.batch is not None else 1
         name, hits = nodes[home_index].name, query.known_hits
         hit = (hits if hits is not None else query.hits()).get(name)
         if hit is None:
@@ -149,8 +149,8 @@ class PricePolicy:
             else None,
             now_s,
             (ASSUMED_PROMPT_TOKENS if lookup is None else lookup.token_count, output, 1)
-            if lookup is None or (special := lookup.special) is None
-            else (special.total_tokens, output * special.prompts, special.prompts),
+            if lookup is None or (batch := lookup.batch) is None
+            else (batch.total_tokens, output * batch.prompts, batch.prompts),
             ((request.deadline_s - now_s) * 1000.0, self._late_penalty_ms) if request.deadline_s else NO_DEADLINE,
             BEHIND_SHARE * group.waiting / candidates.shared_by,
             group.decode_speed,

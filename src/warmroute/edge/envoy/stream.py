@@ -625,7 +625,7 @@ class PickerStream:
         self._envoy = envoy = EnvoyHead(http.headers.headers, server.objectives(), server.limits.header_bytes)
         if len(server.connections) > server.limits.connections:
             raise errors.too_many_connections()
-        self.rights = server.proxy.admit(envoy.head)
+        self.rights = server.proxy.check_head(envoy.head)
         self._body_tenant = self.rights.body_tenant
         self.body_started_s = server.proxy.now()
         hint = ext_proc.subset_hint(message)

@@ -43,6 +43,8 @@ class DnsRecords:
             host, port = split_host_port(config.dns_server) or (config.dns_server, 0)
             resolver.nameservers, resolver.port = [host], port or 53
         resolver.lifetime = config.timeout_s
+        # Short names work as they do for other programs in a Pod: `engines` means
+        # `engines.NAMESPACE.svc.cluster.local`.
         resolver.use_search_by_default = True
         return resolver
 
@@ -69,6 +71,7 @@ class DnsRecords:
             for (host, port), (addresses, host_ttl_s) in zip(hosts, resolved, strict=True):
                 ttl_s = min(ttl_s, host_ttl_s)
                 port = config.port or port
+                # A host with several addresses is several nodes, which cannot share its name.
                 name = f"{host}:{port}" if len(addresses) == 1 else ""
                 found += [create_target(config, address, port, {}, invalid, name=name) for address in addresses]
         else:
@@ -93,6 +96,7 @@ class DnsRecords:
         """Return the records, none if the name has none, and their TTL. Raises SourceError if no server answers."""
         try:
             answer = await resolver.resolve(name, kind, raise_on_no_answer=False)
+        # A headless Service without ready Pods has no records: an empty fleet, and no failure of the source.
         except dns.resolver.NXDOMAIN:
             return [], MIN_REFRESH_S
         except (dns.exception.DNSException, OSError, ValueError) as error:

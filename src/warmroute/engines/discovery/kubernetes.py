@@ -45,7 +45,7 @@ Nodes = Mapping[str, Object]
 """Kubernetes nodes by name."""
 PREFIX: Final = "warmroute/"
 GPU_PRODUCT: Final = "nvidia.com/gpu.product"
-"""Label of a Kubernetes node, from NVIDIA's GPU feature discovery."""
+"""Label of a Kubernetes node with its GPU, from NVIDIA's GPU feature discovery."""
 
 
 def key_of(one: Object) -> str:
@@ -66,6 +66,7 @@ def pod_targets(config: DiscoveryConfig, pod: Object, nodes: Nodes, invalid: lis
     host = str(status.get("podIP") or "")
     if not host or status.get("phase") in ("Succeeded", "Failed"):
         return
+    # A terminating Pod stays Ready until its engine stops. New requests would meet the end of it.
     ready = condition(pod, "Ready").get("status") == "True" and not meta(pod).get("deletionTimestamp")
     node = nodes.get(str((pod.get("spec") or {}).get("nodeName") or ""))
     labels = _settings(pod, node, first_label(labels_of(pod), REGION), first_label(labels_of(pod), ZONE))
@@ -81,6 +82,7 @@ def slice_targets(config: DiscoveryConfig, one: Object, nodes: Nodes, invalid: l
     for endpoint in one.get("endpoints") or ():
         addresses = endpoint.get("addresses") or ()
         state = endpoint.get("conditions") or {}
+        # `ready` may be absent, which the API defines as true.
         ready = state.get("ready") is not False and not state.get("terminating")
         zone = endpoint.get("zone") or first_label(endpoint.get("topology") or {}, ZONE)
         labels = _settings(one, nodes.get(_endpoint_node(endpoint)), "", str(zone or ""))
@@ -139,12 +141,14 @@ POOLS: Final = "/apis/inference.networking.k8s.io/v1/{}/inferencepools"
 OBJECTIVES: Final = "/apis/{}/v1alpha2/{}/inferenceobjectives"
 OBJECTIVE_GROUPS: Final = ("inference.networking.x-k8s.io", "llm-d.ai")
 MAX_OBJECTS: Final = 1_000
+"""Bounds memory: a namespace with more objectives than this is broken or hostile."""
 MAX_PORTS: Final = 8
+"""Ports of a pool that the router uses: data-parallel ranks of one Pod."""
 FORBIDDEN, NOT_FOUND = 403, 404
 RETRY_S: Final = 10.0
-"""After the objectives could not be read."""
+"""Pause after the objectives could not be read."""
 ABSENT_S: Final = 60.0
-"""After a cluster did not know what an objective is."""
+"""Pause if the cluster does not know what an objective is. Somebody may install the extension later."""
 
 
 class Pool(NamedTuple):
@@ -220,7 +224,8 @@ class _Objectives:
         self._report({name: priority for found in self._by_group.values() for name, priority in found.items()})
 
     def failed(self, group: str, failure: ApiFailure) -> None:
-        """Log it, once. A cluster that grants the right to read one of the groups need not have the other."""
+        """Log the failure once. A cluster that grants the right to read one of the two groups need not have the
+        other."""
         if failure.status == FORBIDDEN and self._by_group.keys() - {group}:
             return
         if group not in self._failing:
@@ -267,13 +272,15 @@ SLICE_VERSIONS: Final = ("v1", "v1beta1")
 REPORT_S: Final = 0.05
 """Shortest time between two reports: changes that arrive meanwhile are reported together."""
 NODE_LOOKUPS: Final = 16
+"""Nodes that are read at the same time."""
 NODE_LOOKUP_S: Final = 2.0
+"""Time for the nodes of one change. Islands and GPUs that are still unknown then follow with the next change."""
 NODE_AGE_S: Final = 600.0
 """For how long the labels of a Kubernetes node are kept."""
 
 
 ODD_SHAPE: Final = (AttributeError, TypeError, ValueError, KeyError, IndexError)
-"""What reading an object raises whose fields have other types than Kubernetes' own."""
+"""Errors that reading an object raises if its fields have other types than Kubernetes' own."""
 
 
 def _plugin_variables(config: DiscoveryConfig) -> set[str]:
@@ -302,7 +309,7 @@ class KubernetesObjects:
         self._cluster = cluster
         self._namespace = config.namespace or cluster.namespace
         self._targets: dict[str, tuple[list[Target], list[str]]] = {}
-        """By object: its targets, and what is wrong with it."""
+        """The targets of each object, and what is wrong with it."""
         self._nodes: dict[str, tuple[float, Object]] = {}
         self._may_read_nodes = not (config.island and config.gpu)
         self._pool: Pool | None = None
@@ -377,6 +384,7 @@ class KubernetesObjects:
             async with aclosing(list_and_watch(client, path, selector, MAX_TARGETS)) as changes:
                 async for change in changes:
                     await self._apply(client, change)
+                    # A rollout changes every Pod several times within a second. Each report compares the whole fleet.
                     pending = pending or loop.call_at(reported_s + REPORT_S, report_all)
         except ApiFailure as failure:
             if failure.status == 404 and may_be_missing:
@@ -427,6 +435,8 @@ class KubernetesObjects:
         """Return the targets of all objects. A Pod may have an IPv4 and an IPv6 address, in two slices: the router uses
         the first."""
         every = [target for targets, _invalid in self._targets.values() for target in targets]
+        # A dual-stack Service has two slices for the same Pods. Without this, each engine would be two nodes with half
+        # the load each.
         with_ipv4 = {target.node.name for target in every if ":" not in target.address[0]} - {""}
         found = [target for target in every if ":" not in target.address[0] or target.node.name not in with_ipv4]
         invalid = [problem for _targets, invalid in self._targets.values() for problem in invalid]
@@ -439,6 +449,7 @@ class KubernetesObjects:
         missing = [name for name in names if now_s - self._nodes.get(name, (-NODE_AGE_S, {}))[0] >= NODE_AGE_S]
         if not missing or not self._may_read_nodes:
             return
+        # Clusters replace their nodes: without a bound, the labels of every node that ever was would stay.
         if len(self._nodes) > 2 * MAX_TARGETS:
             self._nodes.clear()
         slots = asyncio.Semaphore(NODE_LOOKUPS)

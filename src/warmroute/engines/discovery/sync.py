@@ -35,7 +35,7 @@ from warmroute.event_log import EventLog, where_it_failed
 log = EventLog("warmroute.discovery")
 
 
-class NodeRegistry(Protocol):
+class DiscoveryNodes(Protocol):
     """Adds nodes to the service, drains and removes them."""
 
     def add_node(self, config: NodeConfig) -> Node: ...
@@ -51,27 +51,27 @@ class _Discovered:
     def __init__(self, node: Node, target: NodeConfig, source: str) -> None:
         self.node = node
         self.target = target
-        """As the source lists it."""
+        """The node's configuration as the source lists it."""
         self.source = source
         self.drained = False
-        """Whether discovery drained it, and not an operator."""
+        """Whether discovery drained the node. What an operator drained, discovery does not undrain."""
         self.removed = False
-        """Somebody else removed it."""
+        """Whether somebody else removed the node from the fleet."""
 
 
 class DiscoveredNodes:
-    def __init__(self, fleet: Fleet, registry: NodeRegistry) -> None:
+    def __init__(self, fleet: Fleet, registry: DiscoveryNodes) -> None:
         self._fleet = fleet
         self._registry = registry
         self._listed: dict[str, dict[Address, Target]] = {}
-        """By source."""
+        """The targets that each source lists, by address."""
         self._discovered: dict[Address, _Discovered] = {}
         self._addresses: dict[Node, Address] = {}
         self._refused: set[Address] = set()
         self.leaving = False
         """Whether nodes wait for their last requests."""
         self.changes: Counter[tuple[str, str]] = Counter()
-        """By source and kind of change."""
+        """Number of changes by source and kind."""
 
     def listed(self, source: str) -> list[Target]:
         return list(self._listed.get(source, {}).values())
@@ -89,11 +89,14 @@ class DiscoveredNodes:
         for target in targets:
             same = wanted.get(target.address)
             wanted[target.address] = target if same is None else same._replace(ready=same.ready and target.ready)
+        # An API server that restarts, or a truncated file, lists nothing. To drain the whole fleet for it would be an
+        # outage.
         if not wanted and any(target.ready for target in before.values()):
             self._listed[source] = {address: target for address, target in before.items() if target.ready}
             return True, 0
         ignored = max(0, len(wanted) - MAX_TARGETS)
         if ignored:
+            # Known targets first: at the maximum, an engine that serves must not make room for one that just appeared.
             order = sorted(wanted.values(), key=lambda target: target.address not in before)
             wanted = {target.address: target for target in order[:MAX_TARGETS]}
         self._listed[source] = wanted
@@ -104,7 +107,7 @@ class DiscoveredNodes:
         self._listed.pop(source, None)
 
     async def apply(self) -> None:
-        """Change the fleet."""
+        """Make the fleet equal to what the sources list."""
         wanted, sources = self._merged()
         others = self._addresses_of_others()
         turn = Turn()
@@ -156,6 +159,7 @@ class DiscoveredNodes:
         self._set_draining(known, not target.ready)
 
     def _add(self, address: Address, target: Target, source: str) -> None:
+        # Two clusters may both have a Pod `vllm-0`. The second name has the source and the address in it.
         for name in (target.node.name, f"{source}-{node_name(target.node)}"):
             try:
                 node = self._registry.add_node(replace(target.node, name=name))
@@ -177,7 +181,7 @@ class DiscoveredNodes:
             )  # fmt: skip
 
     def _leave(self, address: Address) -> None:
-        """No source lists it any more."""
+        """Drain a node that no source lists any more, and remove it once it has no request."""
         known = self._discovered[address]
         if not self._is_in_fleet(known):
             del self._discovered[address]
@@ -209,7 +213,8 @@ class DiscoveredNodes:
 
 
 def _is_same_engine(before: NodeConfig, now: NodeConfig) -> bool:
-    """Of two targets with the same address. Another Pod may get the address of one that is gone."""
+    """Return whether two targets with the same address are the same engine. Another Pod may get the address of one that
+    is gone."""
     return before.url == now.url and before.name == now.name
 
 
@@ -223,9 +228,11 @@ CHECK_S: Final = 0.5
 COMPARE_S: Final = 5.0
 """How often the fleet is compared with the sources although nothing changed: others add and remove nodes, too."""
 RETRY_S: Final = 1.0
+"""First pause after a failure. It doubles, up to the source's `max_retry_s`."""
 STEADY_S: Final = 10.0
 """After this time without an error, the wait before the next retry is short again."""
 SHOWN_TARGETS: Final = 1_000
+"""`GET /admin/discovery` lists no more: it is for people."""
 
 _KINDS: Final = {
     "file": ("targets_file", "TargetsFile", ""),
@@ -256,24 +263,24 @@ class SourceStatus:
         self.targets = 0
         self.updates = self.failures = 0
         self.error = ""
-        """Why it cannot be read now."""
+        """Why the source cannot be read now; empty if it can."""
         self.empty = False
         self.ignored = 0
-        """Targets beyond the maximum."""
+        """Number of targets that are ignored because MAX_TARGETS is reached."""
         self.invalid: list[str] = []
         self.priorities: Mapping[str, str] = {}
-        """Of InferenceObjectives."""
+        """Priorities of the InferenceObjectives that the source lists."""
         self.last_update_s: float | None = None
         self.failed_since_s: float | None = None
 
     @property
     def is_pending(self) -> bool:
-        """Whether nothing is known of it yet."""
+        """Whether the source has neither answered nor failed yet."""
         return self.last_update_s is None and not self.failures
 
 
 class DiscoveryService:
-    def __init__(self, fleet: Fleet, registry: NodeRegistry, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, fleet: Fleet, registry: DiscoveryNodes, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
         self.nodes = DiscoveredNodes(fleet, registry)
         self.sources: dict[str, SourceStatus] = {}
@@ -283,7 +290,7 @@ class DiscoveryService:
         self._applying: asyncio.Task[None] | None = None
 
     def reconfigure(self, configs: Iterable[DiscoveryConfig]) -> None:
-        """Start and stop sources. Those that did not change continue."""
+        """Start and stop sources. Sources whose configuration did not change continue."""
         wanted = {config.label: config for config in configs}
         loop = asyncio.get_running_loop()
         for name, status in list(self.sources.items()):
@@ -433,7 +440,7 @@ class DiscoveryService:
 
 
 class SourceStats(msgspec.Struct, frozen=True):
-    """For the metrics."""
+    """What the metrics page shows of one source."""
 
     name: str
     up: bool

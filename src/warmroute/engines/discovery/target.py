@@ -19,7 +19,9 @@ from warmroute.config import DEFAULT_ENGINE_PORT, ConfigError, DiscoveryConfig, 
 MAX_TARGETS: Final = 2_000
 """Nodes of one source. The router ignores further ones."""
 MAX_LABEL_LENGTH: Final = 200
+"""Labels end up in logs, metrics and pages."""
 MAX_MODELS: Final = 32
+"""Models that one label may name."""
 
 Address = tuple[str, int]
 """Host and port, equal for different spellings of the same address."""
@@ -39,9 +41,9 @@ class Target(NamedTuple):
 class Targets(NamedTuple):
     found: list[Target]
     invalid: list[str]
-    """What is wrong with targets or labels that were ignored."""
+    """A sentence for each target or label that was ignored."""
     priorities: Mapping[str, str] = {}
-    """By InferenceObjective: `high`, `normal` or `low`."""
+    """The priority of each InferenceObjective: `high`, `normal` or `low`."""
 
 
 class Source(Protocol):
@@ -78,6 +80,7 @@ def create_target(
         "max_inflight": config.max_inflight,
     }  # fmt: skip
     settings |= _read_labels({key: value for key, value in labels.items() if key in LABELS and value}, invalid)
+    # The operator's word counts more than a label's: egress prices depend on the island.
     if config.island:
         settings["island"] = config.island
     node = NodeConfig(
@@ -149,6 +152,7 @@ def split_host_port(text: str) -> tuple[str, int] | None:
 # Shares the event loop with requests while many nodes are read or changed.
 
 TURN_S: Final = 0.002
+"""A fleet of 2,000 nodes takes tens of milliseconds to compare. Requests wait no longer than this for it."""
 
 
 class Turn:

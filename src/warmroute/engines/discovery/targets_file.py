@@ -19,7 +19,9 @@ from warmroute.config import DiscoveryConfig
 from warmroute.engines.discovery.target import SourceError, Target, Targets, create_target, split_host_port
 
 POLL_S: Final = 0.5
+"""inotify sees no change on NFS, nor behind the link that a ConfigMap is."""
 MAX_FILE_BYTES: Final = 4 << 20
+"""2,000 targets take about 200 KB."""
 SCHEME_LABEL: Final = "__scheme__"
 
 Version = tuple[int, int, int]

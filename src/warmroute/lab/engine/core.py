@@ -26,7 +26,7 @@ from warmroute.lab.engine.values import (
     FirstToken,
     RequestTooLong,
     Sequence,
-    State,
+    SequenceState,
     Token,
 )
 
@@ -81,7 +81,7 @@ class EngineCore:
         sequence = self._sequences.get(request_id)
         if sequence is None or sequence.aborting:
             return False
-        if sequence.state is State.WAITING:
+        if sequence.state is SequenceState.WAITING:
             self.scheduler.remove_waiting()
             self._finish(sequence, now_ms, "abort")
         else:
@@ -273,13 +273,13 @@ class EngineCore:
             self._outputs.extend(
                 Token(sequence.request.request_id, at_ms)
                 for sequence in scheduler.running.values()
-                if sequence.state is State.DECODING
+                if sequence.state is SequenceState.DECODING
             )
         for sequence in scheduler.decode.pop_finished(scheduler.step):
             scheduler.remove_running(sequence, emitted_in_step=1)
             self._finish(sequence, at_ms, "length")
         for sequence, count in scheduler.chunks:
-            if sequence.state is State.PREFILLING:
+            if sequence.state is SequenceState.PREFILLING:
                 self._end_chunk(sequence, count, at_ms)
         scheduler.end_step()
         self._send_events(at_ms)
@@ -312,7 +312,7 @@ class EngineCore:
             scheduler.decode.add(sequence, scheduler.step + 1)
 
     def _finish(self, sequence: Sequence, at_ms: float, reason: str) -> None:
-        sequence.state = State.FINISHED
+        sequence.state = SequenceState.FINISHED
         request = sequence.request
         del self._sequences[request.request_id]
         if reason == "abort":

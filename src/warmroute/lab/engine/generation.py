@@ -328,9 +328,9 @@ class _ResponseWriter:
 # OpenAI's embeddings API (`/v1/embeddings`): each input is prefilled, and gets a vector that its tokens decide.
 
 DIMENSIONS = 64
-"""Of a vector, if the request does not set `dimensions`."""
+"""Dimensions of a vector, if the request does not set `dimensions`."""
 MAX_INPUTS = 2048
-"""As OpenAI's API."""
+"""Inputs of one request, as OpenAI's API limits them."""
 
 
 class EmbeddingsRequest(Struct, kw_only=True):
@@ -416,7 +416,7 @@ class _Prefills:
         """Whether all inputs are prefilled."""
 
     def first_token(self, cached_tokens: int) -> None:
-        """An embedding comes with the end of the prefill."""
+        """Return the vector: an embedding comes with the end of the prefill."""
 
     def next_token(self) -> None:
         """There is none."""

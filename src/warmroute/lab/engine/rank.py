@@ -197,7 +197,9 @@ class RankMetrics:
 log = EventLog("warmroute.fake_engine")
 
 BUFFER_BATCHES: Final = 10_000
+"""vLLM's default of `buffer_steps`."""
 HIGH_WATER_MARK: Final = 100_000
+"""vLLM's default of `hwm`."""
 BATCHES_AT_ONCE: Final = 100
 """A replay sends this many batches before other tasks run."""
 END_OF_REPLAY: Final = b"\xff" * 8
@@ -413,6 +415,7 @@ class Rank:
 # that does not answer, fails the request as vLLM does (`kv_load_failure_policy` = `fail`).
 
 LEASE_S: Final = 30.0
+"""vLLM's default of `kv_lease_duration`."""
 FETCH_PATH: Final = "/kv_transfer"
 LATENCY_S: Final = 0.002
 
@@ -422,7 +425,7 @@ class TransferFailed(Exception):
 
 
 class KvTransfers:
-    """Of one engine."""
+    """The KV transfers between the ranks of one engine and other engines."""
 
     def __init__(self, host: str, bytes_per_token: int, gigabytes_per_s: float, clock: EngineClock) -> None:
         self._host = host

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from warmroute.lab.engine.blocks import GPU, BlockPool, BlockStored, KvEvent, SharedStore
 from warmroute.lab.engine.timing import Timing
-from warmroute.lab.engine.values import EngineConfig, EngineStats, Sequence, State
+from warmroute.lab.engine.values import EngineConfig, EngineStats, Sequence, SequenceState
 
 # The queue of waiting requests: first come first served, or by priority with ties broken by arrival.
 #
@@ -42,7 +42,7 @@ class ArrivalQueue:
         return self._length
 
     def __iter__(self) -> Iterator[Sequence]:
-        return (sequence for sequence in self._queue if sequence.state is State.WAITING)
+        return (sequence for sequence in self._queue if sequence.state is SequenceState.WAITING)
 
     def push(self, sequence: Sequence) -> None:
         self._queue.append(sequence)
@@ -53,7 +53,7 @@ class ArrivalQueue:
         self._length += 1
 
     def peek(self) -> Sequence:
-        while self._queue[0].state is not State.WAITING:
+        while self._queue[0].state is not SequenceState.WAITING:
             self._queue.popleft()
         return self._queue[0]
 
@@ -77,7 +77,7 @@ class PriorityQueue:
         return self._length
 
     def __iter__(self) -> Iterator[Sequence]:
-        return (entry[2] for entry in sorted(self._heap) if entry[2].state is State.WAITING)
+        return (entry[2] for entry in sorted(self._heap) if entry[2].state is SequenceState.WAITING)
 
     def push(self, sequence: Sequence) -> None:
         heapq.heappush(self._heap, (sequence.request.priority, sequence.arrival, sequence))
@@ -87,7 +87,7 @@ class PriorityQueue:
         self.push(sequence)
 
     def peek(self) -> Sequence:
-        while self._heap[0][2].state is not State.WAITING:
+        while self._heap[0][2].state is not SequenceState.WAITING:
             heapq.heappop(self._heap)
         return self._heap[0][2]
 
@@ -130,7 +130,7 @@ class DecodeBatch:
 
     def add(self, sequence: Sequence, step: int) -> None:
         """Add a sequence that decodes from this step on. Its `tokens` include the one just emitted."""
-        sequence.state = State.DECODING
+        sequence.state = SequenceState.DECODING
         sequence.token_offset = sequence.tokens - step
         sequence.finish_step = step + sequence.request.output_tokens - sequence.emitted - 1
         heapq.heappush(self._finish, (sequence.finish_step, sequence.admission, sequence))
@@ -241,7 +241,7 @@ def _admission(sequence: Sequence) -> int:
 
 def _still_finishes(sequence: Sequence, step: int, admission: int) -> bool:
     """Return whether a heap entry is valid: the sequence has neither left the batch nor skipped a step since."""
-    return sequence.state is State.DECODING and sequence.admission == admission and sequence.finish_step == step
+    return sequence.state is SequenceState.DECODING and sequence.admission == admission and sequence.finish_step == step
 
 
 # LoRA adapters on the GPU: at most `slots` in one batch. Loading another one evicts the least recently used.
@@ -344,7 +344,7 @@ class Scheduler:
 
     def remove_running(self, sequence: Sequence, emitted_in_step: int = 0) -> None:
         """Remove a sequence from the batch and free its blocks and its adapter."""
-        if sequence.state is State.DECODING:
+        if sequence.state is SequenceState.DECODING:
             self.decode.remove(sequence, self.step, emitted_in_step)
         del self.running[sequence.admission]
         self.pool.free(sequence.blocks, sequence.hashes[: sequence.stored_blocks])
@@ -372,7 +372,7 @@ class Scheduler:
         if self.truncated:
             self.truncated = False
             for sequence in self._skipped:
-                if sequence.state is State.PREFILLING:
+                if sequence.state is SequenceState.PREFILLING:
                     self.decode.add(sequence, self.step + 1)
             self._skipped.clear()
 
@@ -382,7 +382,7 @@ class Scheduler:
         Return False if the sequence was preempted for lack of blocks.
         """
         step, block_size = self.step, self._config.block_size
-        if sequence.due_step != step or sequence.state is not State.DECODING:
+        if sequence.due_step != step or sequence.state is not SequenceState.DECODING:
             return True
         tokens = sequence.token_offset + step
         if (tokens - 1) % block_size == 0:
@@ -415,9 +415,9 @@ class Scheduler:
         """Make the sequences behind this place in the batch skip the step, as vLLM does."""
         self.truncated = True
         for other, sequence in self.running.items():
-            if other > admission and sequence.state is State.DECODING:
+            if other > admission and sequence.state is SequenceState.DECODING:
                 self.decode.remove(sequence, self.step, emitted_in_step=0)
-                sequence.state = State.PREFILLING
+                sequence.state = SequenceState.PREFILLING
                 self._skipped.append(sequence)
 
     def _continue_prefill(self, sequence: Sequence, budget: int) -> int:
@@ -492,7 +492,7 @@ class Scheduler:
         stats = self._stats
         self._admissions += 1
         sequence.admission = self._admissions
-        sequence.state = State.PREFILLING
+        sequence.state = SequenceState.PREFILLING
         sequence.blocks = hits
         sequence.stored_blocks = len(hits)
         hit_tokens = len(hits) * self._config.block_size
@@ -556,7 +556,7 @@ class Scheduler:
         else:
             victim = self.running[next(reversed(self.running))]
         self.remove_running(victim)
-        victim.state = State.WAITING
+        victim.state = SequenceState.WAITING
         victim.computed_tokens = 0
         victim.preemptions += 1
         self._stats.preemptions += 1

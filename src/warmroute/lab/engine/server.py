@@ -48,8 +48,7 @@ from warmroute.lab.engine.values import EngineConfig
 #     {"mode": "drop_events", "share": 0.1}    this fraction of event batches is lost; replay still has them
 #     {"mode": "restart"}                      restart in place: empty cache, event sequence from 0, new process start
 #                                              time, counters at zero, running responses broken off
-#     {"mode": "early_role"}                   streams send a chunk with only a role at once, long before the first
-#     token
+#     {"mode": "early_role"}                   streams send a chunk with only a role at once, long before a token
 #     {"mode": "early_comment"}                streams send a comment (`: ping`) at once
 #     {"mode": "none"}                         no fault; responses that hung continue
 #

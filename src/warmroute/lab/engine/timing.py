@@ -65,13 +65,10 @@ class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 #   of the smallest. This is time to launch kernels, so a T4 does not take longer for it.
 # - e2 follows from the batch size at which decoding turns from memory bound to compute bound.
 # - 70 B: scaled from 32 B. Work on the weights grows with the parameters; attention, KV (both models have 64 heads and
-#   8
-#   KV heads of 128), latency and the cost per sequence (f) grow with the layers.
+#   8 KV heads of 128), latency and the cost per sequence (f) grow with the layers.
 # - Several GPUs (tensor parallel): work is divided by n · PARALLEL_EFFICIENCY^log2(n), latency is not divided. With
-#   this
-#   efficiency two H100s prefill 7,200 cold tokens of the 32 B at 15,900 tokens/s, as llm-d's published workload shows
-#   for
-#   its pods. It assumes NVLink. GPUs on PCIe are slower.
+#   this efficiency two H100s prefill 7,200 cold tokens of the 32 B at 15,900 tokens/s, as llm-d's published workload
+#   shows for its pods. It assumes NVLink. GPUs on PCIe are slower.
 #
 # Accuracy: the model gives 12.8 ms per token for the 8 B on an A100 with 40 GB (1,555 GB/s); 13.3 ms were measured (75
 # tokens/s with vLLM 0.23, johnmusgrave.com/p/vllm-throughput-latency-sweep-on). llm-d's pods show at least 15.8 to 16.1
@@ -89,7 +86,7 @@ ACTIVATION_BYTES_PER_BATCHED_TOKEN = 479_200
 tokens of the 32 B that llm-d published."""
 
 PARALLEL_EFFICIENCY = 0.8852
-"""For each doubling of the GPUs. Calibrated on 15,900 prefill tokens/s, see above."""
+"""Efficiency of tensor parallelism for each doubling of the GPUs. Calibrated on 15,900 prefill tokens/s, see above."""
 
 MEMORY_EFFICIENCY = 0.89
 """Measured on the H200: copies read and write 4,272 of its 4,800 GB/s."""
@@ -98,6 +95,7 @@ LINK_EFFICIENCY = 0.88
 """Measured on the H200: 55.4 GB/s of PCIe 5.0 x16's 63."""
 
 MIN_KV_TOKENS = 32_768
+"""An engine with less KV memory would not serve the model at all."""
 
 
 class Gpu(msgspec.Struct, frozen=True):
@@ -109,7 +107,7 @@ class Gpu(msgspec.Struct, frozen=True):
     """The fraction of `tflops` that large GEMMs sustain, measured. The sources are below."""
     memory_gb_per_s: float
     memory_mib: int
-    """As nvidia-smi reports it."""
+    """Memory of the GPU as nvidia-smi reports it."""
     link_gb_per_s: float
     """PCIe, in one direction."""
     max_num_batched_tokens: int

@@ -51,7 +51,7 @@ class Finished(msgspec.Struct, frozen=True, gc=False):
     cached_tokens: int
     """Prompt tokens that were not computed, from the GPU cache or the CPU tier."""
     reloaded_tokens: int
-    """Those of `cached_tokens` that came from the CPU tier."""
+    """The part of `cached_tokens` that came from the CPU tier."""
     output_tokens: int
     preemptions: int
     arrived_ms: float
@@ -157,7 +157,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 # A request inside the engine, with the scheduler's state of it.
 
 
-class State(IntEnum):
+class SequenceState(IntEnum):
     WAITING = 0
     PREFILLING = 1
     DECODING = 2
@@ -199,7 +199,7 @@ class Sequence:
         self.request = request
         self.arrival = arrival
         self.arrived_ms = arrived_ms
-        self.state = State.WAITING
+        self.state = SequenceState.WAITING
         self.tokens = request.prompt_tokens  # prompt and output so far; not updated while decoding
         self.emitted = 0  # output tokens; not updated while decoding
         self.hashes: list[int] = []  # of its leading full blocks, computed on demand

@@ -1,8 +1,9 @@
-"""The rules of SGLang's, AIBrix' and KubeAI's routers."""
+"""The rules of SGLang's router, of its successor SMG, and of AIBrix' and KubeAI's routers."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterator
 from random import Random
 from statistics import fmean, stdev
@@ -12,7 +13,8 @@ from warmroute.core.group import Candidates
 from warmroute.core.node import Node
 from warmroute.core.routing_context import Query
 from warmroute.lab.engine.blocks import seed64
-from warmroute.lab.peers import PeerPolicy, RoutedBlocks, simulated
+from warmroute.lab.peers import EventBlocks, PeerPolicy, RoutedBlocks, simulated
+from warmroute.lab.request_flow import SimulatedRequest
 from warmroute.lab.simulated_router import PolicyListener
 
 # SGLang's cache_aware policy, as of SGLang 0.5.18 (sgl-model-gateway/src/policies/cache_aware.rs, August 2026).
@@ -21,9 +23,10 @@ from warmroute.lab.simulated_router import PolicyListener
 #     else if the longest match in its tree > 0.3 of the prompt:       a node with that match
 #     else:                                                            the least loaded
 #
-# The thresholds are the defaults of its launcher. Before 2026 a miss went to the node with the smallest tree;
-# vllm-router 0.1.16 still does that (`miss_by_tree=true`). The tree is estimated from routed requests. It holds blocks
-# here instead of characters, and evicts LRU over 2^26 characters a node (taken as 4 characters a token).
+# The thresholds are the defaults of its launcher; ties are broken at random since August 2026. Before 2026 a miss went
+# to the node with the smallest tree, and vllm-router 0.1.16 still does that (`miss_by_tree=true`); its later versions
+# take the least loaded, too. The tree is estimated from routed requests. It holds blocks here instead of characters,
+# and evicts LRU over 2^26 characters a node (taken as 4 characters a token).
 
 
 class Sglang(PeerPolicy):
@@ -54,6 +57,46 @@ class Sglang(PeerPolicy):
     def node_joined(self, node: Node, block_size: int, num_blocks: int) -> None:
         super().node_joined(node, block_size, num_blocks)
         self._tree.capacity = self._tree_tokens // block_size
+
+
+# The cache_aware policy of SMG, SGLang's successor, as of SMG 1.9.0 (model_gateway/src/policies/cache_aware.rs, July
+# 2026). With KV events (nodes behind gRPC):
+#
+#     if max − min > 64 and max > 1.5 × min, over requests in flight:  the least loaded
+#     else if any node has a block of the prompt:                      the longest match, then the least loaded
+#     else:                                                            the least loaded
+#
+# Without (`kv_events=false`) the match is SGLang's, and has to be more than 0.3 of the prompt. Of nodes with equal
+# load, the one with the fewest requests so far is the least loaded. Its trigger by KV usage is off by default.
+
+
+class Smg(PeerPolicy):
+    def __init__(
+        self, random: Random, *, kv_events: bool = True, cache_threshold: float = 0.3, balance_abs: int = 64,
+        balance_rel: float = 1.5,
+    ) -> None:  # fmt: skip
+        super().__init__("smg", random, EventBlocks() if kv_events else RoutedBlocks())
+        self._least_match = 0.0 if kv_events else cache_threshold
+        self._balance_abs = balance_abs
+        self._balance_rel = balance_rel
+        self._sent: Counter[str] = Counter()
+        """All requests that each node has got."""
+
+    def decide(self, query: Query) -> Decision:
+        nodes = query.candidates.nodes
+        loads = [node.inflight for node in nodes]
+        by_load = [load + self._sent[node.name] / 1e9 for node, load in zip(nodes, loads, strict=True)]
+        if max(loads) - min(loads) > self._balance_abs and max(loads) > self._balance_rel * min(loads):
+            return self._pick_lowest(nodes, by_load, "out of balance: least loaded")
+        chain, depths = self._depths(query.request, nodes)
+        if chain and max(depths) / len(chain) > self._least_match:
+            costs = [load - depth * 1e6 for depth, load in zip(depths, loads, strict=True)]
+            return self._pick_lowest(nodes, costs, "longest match")
+        return self._pick_lowest(nodes, by_load, "least loaded")
+
+    def request_sent(self, request: SimulatedRequest, node: Node, now_s: float) -> None:
+        super().request_sent(request, node, now_s)
+        self._sent[node.name] += 1
 
 
 # AIBrix's prefix-cache policy, as of AIBrix 0.7.0 (pkg/plugins/gateway/algorithms/prefix_cache.go, August 2026).

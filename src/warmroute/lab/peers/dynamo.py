@@ -20,8 +20,7 @@ from warmroute.lab.request_flow import SimulatedRequest
 # requests of the queue leave it until all nodes are that busy again.
 #
 #     fcfs   in the order of arrival
-#     wspt   the fewest new tokens first: prompt − the longest overlap on any node, as it was when the request was
-#     queued
+#     wspt   the fewest new tokens first: prompt − the longest overlap on any node, when the request was queued
 #
 # The queue was on by default, with a threshold of 16, until Dynamo 1.3. Since 1.4 it is off unless an operator sets
 # one.

@@ -1,18 +1,26 @@
-"""llm-d's weighted scorers, as of llm-d-router 0.10 (August 2026). The node with the highest sum gets the request:
+"""llm-d's rules, as of llm-d-router 0.10 (August 2026), in the configurations that its guides ship.
 
-    llm_d           3 × match + 2 × free KV memory + 2 × short queue + 2 × no-hit-lru
-    llm_d_precise   2 × match + 2 × free KV memory + 4 × few requests + 2 × no-hit-lru
+Weighted scorers; the node with the highest sum gets the request:
 
-The first is its "optimized baseline", the second its precise prefix routing (test/perf/config/router-configs). Each
-score is in 0…1:
+    3 × match + 2 × free KV memory + 2 × short queue + 2 × no-hit-lru
+
+The guides had them until llm-d 0.8 (guides/optimized-baseline, guides/precise-prefix-cache-routing); those of January
+2026, without no-hit-lru (`no_hit_lru=0`). The chart's default (config/charts/routerlib/templates/_config.yaml) still
+has 3 : 2 : 2. `active` weighs one more scorer, which only the router's performance tests use. Each score is in 0…1:
 
 - match: the matched fraction of the prompt. Approximate (`llm_d`: estimated from routed requests, LRU with as many
   blocks as the node has) or from KV events (`llm_d_precise`).
 - free KV memory: 1 − KV usage, as last polled, every 50 ms as in its endpoint picker.
 - short queue: (max − queue) / (max − min), of requests that wait in the engine, as last polled; 1 if all are equal.
-- few requests: (max − n) / max, of requests in flight; 1 for an idle node.
 - no-hit-lru: 0.5 for every node if any node has a part of the prompt. Else 1 for the node that got such a cold request
   the longest time ago, down to 0 for the last one; nodes that never got one come first.
+- active: (max − n) / max, of requests in flight; 1 for an idle node.
+
+Affinity and load (`llm_d_affinity`), in the guides since then:
+
+1. Nodes with at least 0.8 of the prompt are the candidates. All nodes are if there is none, or if the least busy of
+   them needs over 18 s longer for its prompts in flight, at 15,928 tokens/s, than the least busy other node.
+2. The candidate with the fewest uncached prompt tokens in flight, its own of this request included, gets the request.
 
 Ties are broken at random.
 """
@@ -100,25 +108,29 @@ class LlmDPrecise(LlmD):
     uses_kv_events = True
 
     def __init__(
-        self, random: Random, *, prefix: float = 2.0, kv: float = 2.0, short_queue: float = 0.0, active: float = 4.0,
-        no_hit_lru: float = 2.0, poll_s: float = 0.05,
+        self, random: Random, *, prefix: float = 3.0, kv: float = 2.0, short_queue: float = 2.0, active: float = 0.0,
+        no_hit_lru: float = 2.0, poll_s: float = 0.05, speculative_s: float = SPECULATIVE_S,
     ) -> None:  # fmt: skip
         super().__init__(
             random, prefix=prefix, kv=kv, short_queue=short_queue, active=active, no_hit_lru=no_hit_lru, poll_s=poll_s
         )
+        self._speculative_s = speculative_s
         self._sent: deque[tuple[float, str, list[int]]] = deque()
         self._expected: dict[str, Counter[int]] = {}
         """For each node, the blocks of the requests in `_sent`."""
 
     def decide(self, query: Query) -> Decision:
-        while self._sent and self._sent[0][0] <= query.now_s:
+        self._forget_expired(query.now_s)
+        return super().decide(query)
+
+    def _forget_expired(self, now_s: float) -> None:
+        while self._sent and self._sent[0][0] <= now_s:
             _, name, chain = self._sent.popleft()
             expected = self._expected[name]
             expected.subtract(chain)
             for block in chain:
                 if not expected[block]:
                     del expected[block]
-        return super().decide(query)
 
     def _depths(self, request: RoutingRequest, nodes: Sequence[Node]) -> tuple[list[int], list[int]]:
         chain, depths = super()._depths(request, nodes)
@@ -131,5 +143,52 @@ class LlmDPrecise(LlmD):
     def request_sent(self, request: SimulatedRequest, node: Node, now_s: float) -> None:
         super().request_sent(request, node, now_s)
         chain = request.blocks(self._block_size)
-        self._sent.append((now_s + SPECULATIVE_S, node.name, chain))
+        self._sent.append((now_s + self._speculative_s, node.name, chain))
         self._expected.setdefault(node.name, Counter()).update(chain)
+
+
+class LlmDAffinity(LlmDPrecise):
+    """Affinity and load. `kv_events=false` is the optimized baseline, whose match is approximate."""
+
+    kind = "llm_d_affinity"
+
+    def __init__(
+        self, random: Random, *, kv_events: bool = True, threshold: float = 0.8, max_penalty_s: float = 18.0,
+        prefill_tokens_per_s: float = 15928.0,
+    ) -> None:  # fmt: skip
+        self.uses_kv_events = kv_events
+        super().__init__(random)
+        self._threshold = threshold
+        self._max_penalty_tokens = max_penalty_s * prefill_tokens_per_s
+        self._uncached: dict[int, int] = {}
+        """The uncached tokens of each request that was sent and has no first token."""
+        self._inflight_tokens: Counter[str] = Counter()
+
+    def decide(self, query: Query) -> Decision:
+        self._forget_expired(query.now_s)
+        nodes = query.candidates.nodes
+        chain, depths = self._depths(query.request, nodes)
+        inflight = [self._inflight_tokens[node.name] for node in nodes]
+        is_sticky = [bool(chain) and depth >= self._threshold * len(chain) for depth in depths]
+        sticky = [tokens for tokens, one in zip(inflight, is_sticky, strict=True) if one]
+        others = [tokens for tokens, one in zip(inflight, is_sticky, strict=True) if not one]
+        narrowed = bool(sticky) and (not others or min(sticky) - min(others) <= self._max_penalty_tokens)
+        prompt_tokens = simulated(query.request).prompt_tokens
+        costs = [
+            # The fallbacks of a narrowed choice are the other nodes, after all of the candidates.
+            tokens + max(0, prompt_tokens - depth * self._block_size) + (0.0 if one or not narrowed else 1e12)
+            for tokens, depth, one in zip(inflight, depths, is_sticky, strict=True)
+        ]
+        return self._pick_lowest(nodes, costs, "fewest tokens in flight")
+
+    def request_sent(self, request: SimulatedRequest, node: Node, now_s: float) -> None:
+        depth = self._depths(request, (node,))[1][0]
+        self._uncached[request.number] = max(0, request.prompt_tokens - depth * self._block_size)
+        self._inflight_tokens[node.name] += self._uncached[request.number]
+        super().request_sent(request, node, now_s)
+
+    def first_token(self, request: SimulatedRequest, node: Node, cached_tokens: int, now_s: float) -> None:
+        self._inflight_tokens[node.name] -= self._uncached.pop(request.number, 0)
+
+    def request_ended(self, request: SimulatedRequest, node: Node, now_s: float) -> None:
+        self.first_token(request, node, 0, now_s)

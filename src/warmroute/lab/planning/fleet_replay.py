@@ -69,7 +69,7 @@ def fitted_profile(gpu: str, figures: NodeFigures) -> Profile:
 # (recorded_traffic.py), all of this happens after the cut: what fills the caches before it keeps its time.
 
 MAX_SHIFT: Final = 1 / 6
-"""Of the recorded time: how much earlier or later a copy begins at most."""
+"""How much earlier or later a copy begins at most, as a share of the recorded time."""
 _HASHES: Final = 1 << 64
 
 
@@ -185,12 +185,15 @@ class _CopiedContent:
 BLOCK_SIZES: Final = ((16_384, 256), (4096, 128), (0, 64))
 """Mean prompt length, and the block size that is precise enough from this length on."""
 POLL_INTERVAL_S: Final = 2.0
+"""The router polls more often. A search replays hours, and polls are its idle work."""
 CHECK_EVERY: Final = 32
+"""Requests between two looks at whether the objective is out of reach."""
 HOPELESS: Final = 2.0
-"""A first token that takes this many times the limit counts as hopeless."""
+"""A first token that takes this many times the limit is hopeless. Enough of them end a replay early."""
 MAX_LOST: Final = 0.01
 """Fraction of requests that may be rejected or fail."""
 LOST_EXCESS: Final = 10.0
+"""Excess of a fleet that loses requests. It is far beyond any that only makes them wait."""
 
 
 class FleetReplay:

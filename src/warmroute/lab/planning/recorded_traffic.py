@@ -24,10 +24,9 @@ class RecordedRequest(msgspec.Struct, gc=False):
 # Cuts recorded traffic by time if it has too many requests for a replay, with caches as warm as they were at the cut.
 #
 #     before the cut   the last turn of each conversation: its prompt has all turns before it, so it fills the caches
-#     with
-#                      what they held. Those of conversations that go on come first, then the latest ones. They come in
-#                      their order at equal distances: each prefills a whole prompt, and most came shortly before the
-#                      cut.
+#                      with what they held. Those of conversations that go on come first, then the latest ones. They
+#                      come in their order at equal distances: each prefills a whole prompt, and most came shortly
+#                      before the cut.
 #     after the cut    every request
 #
 # A cut alone would begin with empty caches: a conversation that has lasted for minutes would have its whole prompt
@@ -86,20 +85,24 @@ def _distinct_before(requests: Sequence[RecordedRequest]) -> list[int]:
 # MIN_MEASURED_SHARE of the recorded time could be measured, it has work for fewer nodes, at last for one.
 
 MEASURED_SHARE: Final = 0.6
+"""The last part of the recorded time is measured. The first 40 % fill the caches and build up queues."""
 MEASURED_AFTER_CUT: Final = 0.8
-"""Likewise, of the time after a cut: caches are warm there, and only queues have to build up."""
+"""The measured part of the time after a cut. Caches are warm there, and only queues have to build up."""
 MIN_MEASURED_SHARE: Final = 0.2
 """A shorter part of the recorded time says too little: answers may take minutes, and chance makes the load uneven."""
 MIN_SIMULATED_NODES: Final = (4, 3, 2, 1)
 """The sample has work for as many nodes, or for fewer if it would be too short: a small fleet queues more than a large
 one."""
 TREND_SPANS: Final = 10
+"""The arrivals are counted in this many parts of the window. A line through them is the trend."""
 TREND_ERRORS: Final = 1.0
 """A trend counts minus this many standard errors, so that noise is no trend."""
 MAX_LEAD_SHARE: Final = 0.5
-"""Of the recorded time: a line through it says nothing about later times."""
+"""How far ahead the trend counts, as a share of the recorded time: a line says nothing about later times."""
 MAX_GROWTH: Final = 2.0
+"""The trend counts up to twice the recorded load."""
 MAX_CHANCE: Final = 0.3
+"""Few long conversations would ask for a fleet of any size: no more than this is allowed for chance."""
 MIN_KEPT: Final = 50
 """A sample by conversations has at least this many requests."""
 ENDED_SHARE: Final = 0.9
@@ -111,21 +114,22 @@ class Sample(msgspec.Struct, kw_only=True):
     """A part of the recorded traffic."""
 
     requests: Sequence[RecordedRequest]
-    """In the order of their arrival."""
+    """The requests of the sample in the order of their arrival."""
     share: float
     """The fraction of all requests of the fleet that it has, in the measured part."""
     warm_up: int
     """Requests before the measured part."""
     complete_from_ms: float
-    """From here on it has all requests of its conversations. Before, those that fill the caches."""
+    """From this time on, the sample has all requests of its conversations. Before, it has those that fill the
+    caches."""
     from_ms: float
     """The measured part begins."""
     until_ms: float
     measured_s: float
     arrivals_per_s: float
-    """Of the whole fleet, in the measured part."""
+    """Arrivals per second of the whole fleet, in the measured part."""
     tokens_per_s: float
-    """Of prompts and answers, likewise."""
+    """Tokens per second of prompts and answers of the whole fleet, in the measured part."""
 
 
 def recorded_until(now_ms: float, durations_ms: Sequence[float]) -> float:

@@ -45,10 +45,8 @@ from warmroute.scaling.replay_planner import PlanningTask
 
 # Which fleets are replayed, and which one is chosen: the cheapest that meets the objective with a margin.
 #
-#     load to add nodes       growth · (1 + margin + chance)                  the fleet has to meet the objective with
-#     it
-#     load to remove nodes    growth · (1 + margin + max(margin, chance))     what is left has to stay below
-#     SPARE_EXCESS
+#     load to add nodes       growth · (1 + margin + chance)                  the fleet has to meet the objective
+#     load to remove nodes    growth · (1 + margin + max(margin, chance))     the rest has to stay below SPARE_EXCESS
 #
 # `growth` and `chance` are the forecast (recorded_traffic.py), `margin` is configured. While the load rises, what is
 # left has to hold RISING times the load to remove nodes.
@@ -63,14 +61,14 @@ from warmroute.scaling.replay_planner import PlanningTask
 # - A fleet that misses its limit narrowly is replayed twice, with other copies of conversations, and the mean counts.
 # - A much larger fleet is replayed, too, on which hardly any request waits (_ample). If its TTFT p90 is above the usual
 #   one (scaling/replay_planner.py), the recorded prompts are longer than usual. More nodes do not change that, so this
-#   difference
-#   does not count for any fleet.
+#   difference does not count for any fleet.
 
 USUAL_REQUESTS: Final = 4000
 """A replay has no more, unless they cover too little time: then it has up to `scaling.replay.max_requests`."""
 MIN_MEASURED: Final = 20
 """Fewer measured requests say too little about a p90, and nothing if the traffic has just stopped."""
 MAX_OFFERS: Final = 3
+"""Kinds of nodes that a search tries. Each costs several replays."""
 MIN_IMPROVEMENT: Final = 0.05
 """More nodes have hardly helped if they lower the excess by less than this fraction."""
 CLOSE: Final = 1.15
@@ -78,32 +76,39 @@ CLOSE: Final = 1.15
 MUCH_CLOSER: Final = 0.85
 """Where no fleet meets the objective, the next searches go by a new target if it is below this fraction of the last."""
 LARGER: Final = 1.5
+"""A fleet this many times as large shows whether more nodes would save anything."""
 CLEARLY_MET: Final = 0.7
+"""A replay with at most this excess need not be repeated with about the same load: the objective is met."""
 CLEARLY_MISSED: Final = 1.4
-"""Excess, relative to the target, of replays that need not be repeated with about the same load."""
+"""A replay with at least this excess, relative to the target, need not be repeated: the objective is missed."""
 RISING: Final = 1.25
+"""While the load rises, the rest of the fleet has to hold this many times the load: a removed node would be bought
+again."""
 MIN_SIMULATED: Final = 0.75
-"""Of a simulated node: a fleet for which the sample has less work is not replayed, unless it is one node smaller."""
+"""Least share of a simulated node's work that the sample must have for each node. A smaller fleet is not replayed,
+unless it is one node smaller."""
 MAX_SAMPLES: Final = 10
 """Attempts to find a sample that is small enough, and not much smaller."""
 NEARLY: Final = 0.9
+"""A sample this near to the wanted number of requests is good enough."""
 SPARE_EXCESS: Final = 0.92
 """What is left of the fleet has to stay below this fraction of the objective, so that noise does not remove a node that
 the next search adds again."""
 NARROWLY: Final = 1.15
 """A fleet that misses its limit by less than this factor is replayed again, with other copies, and the mean counts."""
 AMPLE: Final = 2.0
+"""An ample fleet has this many times as many nodes more than the current one, within the next two limits."""
 AMPLE_NODES: Final = 8
+"""An ample fleet has at most this many nodes more, or AMPLE_SHARE of the current ones if that is more."""
 AMPLE_SHARE: Final = 0.5
-"""An ample fleet has AMPLE times as many nodes more; but no more than AMPLE_NODES, or AMPLE_SHARE times as many if that
-is more: a large fleet needs relatively few more until hardly any request waits."""
-MAX_UNUSUAL: Final = 0.3
-"""Fraction of the limit of the TTFT p90. A larger difference counts beyond it."""
+"""A large fleet needs relatively few nodes more until hardly any request waits."""
+MAX_ABOVE_BASELINE: Final = 0.3
+"""Largest part of the limit of the TTFT p90 that is not counted because prompts are longer than usual."""
 REQUESTS_PER_NODE: Final = 25
 """Measured requests for each node that a search adds: what few requests say may be chance, and the next search
 follows."""
 OVERLOADED: Final = HOPELESS
-"""Where the current fleet has this excess, requests might wait on the ample one, too."""
+"""If the current fleet has this excess, requests might wait on the ample fleet, too: then its TTFT is no baseline."""
 
 
 def plan_fleet(
@@ -217,7 +222,7 @@ class _Search:
         self._start_s = cpu_s()
         self._fleets: list[ReplayedFleet] = []
         self._target = max(1.0, request.target_excess)
-        self._unusual_ms = 0.0
+        self._above_baseline_ms = 0.0
         """The part of every fleet's TTFT p90 that does not count."""
 
     @property
@@ -233,7 +238,7 @@ class _Search:
         current = self._run(nodes, up) if nodes else None
         if current is not None:
             plan.floor_ms = self._measure_floor(current, up)
-            plan.unusual_ms = self._unusual_ms
+            plan.above_baseline_ms = self._above_baseline_ms
             current = self._fleets[0] = self._again_if_narrow(current, nodes, up, None, 1.0)
         if self._target > 1.0 and current is not None:
             self._check_target(current, up)
@@ -279,7 +284,7 @@ class _Search:
 
     def _excess(self, fleet: ReplayedFleet) -> float:
         """Return the excess without what is unusual."""
-        return judged_excess(fleet, self._request.objective, self._unusual_ms)
+        return judged_excess(fleet, self._request.objective, self._above_baseline_ms)
 
     def _measure_floor(self, current: ReplayedFleet, load: float) -> float | None:
         """Return the TTFT p90 of a fleet on which hardly any request waits, and find out how unusual it is."""
@@ -287,8 +292,8 @@ class _Search:
         if not limit_ms or current.excess >= OVERLOADED or self._late:
             return None
         floor_ms = self._replay.run(_ample(request.nodes), load).ttft_p90_ms
-        if floor_ms is not None and request.usual_floor_ms is not None:
-            self._unusual_ms = min(MAX_UNUSUAL * limit_ms, max(0.0, floor_ms - request.usual_floor_ms))
+        if floor_ms is not None and request.baseline_ttft_ms is not None:
+            self._above_baseline_ms = min(MAX_ABOVE_BASELINE * limit_ms, max(0.0, floor_ms - request.baseline_ttft_ms))
         return floor_ms
 
     def _known(self, nodes: Sequence[FleetNode], load: float, offer: OfferKey | None) -> ReplayedFleet | None:
@@ -408,8 +413,10 @@ class _Search:
 # It has the lowest priority, sleeps so that it takes its share of a core at most, and ends when the router has ended.
 
 MAX_MEMORY_BYTES: Final = 4 << 30
+"""Address space of a search: a fault in it must not take the router's machine."""
 USED_SHARE: Final = 0.97
-"""Of the share: the start and the end of a process are outside of what it can measure."""
+"""Part of the CPU share that a search uses by its own measure. The start and the end of a process are outside of what
+it can measure."""
 SLEEP_S: Final = 0.02
 """The process sleeps at least this long at a time."""
 CHECK_S: Final = 1.0

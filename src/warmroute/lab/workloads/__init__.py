@@ -163,7 +163,7 @@ class Trace(msgspec.Struct, frozen=True):
     id_tokens: int | None = None
     """Tokens that one hash id covers; None to infer it from the prompt lengths."""
     model: str = ""
-    """Of a capture, only the requests for this model; empty for all."""
+    """Read only the requests for this model from a capture; empty for all."""
 
     requests: ClassVar[int | None] = None
     """Number of requests to replay; None for all of a trace."""

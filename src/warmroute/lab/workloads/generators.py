@@ -50,7 +50,7 @@ class SharedSystemPrompts(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
     question_tokens: int = 50
     output_tokens: int = 100
     spread: float = 0.2
-    """Of the lengths of questions and answers around their mean."""
+    """Spread of the lengths of questions and answers around their mean."""
     zipf: float = 0.0
     """Exponent of the system prompts' popularity; 0 is uniform."""
     rate: float = 4.0
@@ -79,7 +79,7 @@ class MixedLengths(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Fraction of the requests with a long prompt."""
     output_tokens: int = 250
     spread: float = 0.5
-    """Of the lengths of short prompts and answers around their mean."""
+    """Spread of the lengths of short prompts and answers around their mean."""
     rate: float = 4.0
 
     def generate(self, random: Random) -> Iterator[WorkloadPrompt]:
@@ -123,7 +123,7 @@ class LlmDBenchmark(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     groups: int = 150
     prompts: int = 5
-    """In each group."""
+    """Prompts in each group."""
     system_tokens: int = 6000
     question_tokens: int = 1200
     output_tokens: int = 1000

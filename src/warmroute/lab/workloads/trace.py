@@ -171,6 +171,7 @@ def _start_s(file: Path) -> float | None:
 # ANSWER_MS_PER_TOKEN for each of its tokens.
 
 ANSWER_MS_PER_TOKEN: Final = 20.0
+"""What an answer is assumed to take for each token, if the trace does not say when it ended."""
 MAX_REQUESTS: Final = 1 << 17
 """Requests that a later one can follow, the latest ones."""
 
@@ -190,7 +191,7 @@ class TraceTurns:
     def __init__(self, id_tokens: int) -> None:
         self._id_tokens = id_tokens
         self._last: dict[int, _Earlier] = {}
-        """By the id of the last full block of its prompt."""
+        """The last request of each conversation, by the id of the last full block of its prompt."""
         self._known: set[int] = set()
         """Ids of all blocks so far."""
 
@@ -299,7 +300,7 @@ MAX_ANSWER_BLOCKS: Final = 1 << 21
 
 class Turn(msgspec.Struct, gc=False):
     ids: list[int]
-    """Of the prompt, and of its answer."""
+    """Block ids of the prompt, and of its answer."""
     known_tokens: int
     """Tokens that they cover."""
     system_ids: int
@@ -314,7 +315,7 @@ class ConversationAnswers:
         self._id_tokens = id_tokens
         self._next_id = FIRST_ANSWER_ID
         self._turns: dict[tuple[int, int], Turn] = {}
-        """By the id of the prompt's last full block, and the prompt's length."""
+        """The turns by the id of the prompt's last full block, and the prompt's length."""
         self._answer_ids: dict[int, int] = {}
         """The id of an answer's block, by the id that later prompts have for it."""
 

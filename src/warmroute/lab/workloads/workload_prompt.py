@@ -97,7 +97,7 @@ class WorkloadPrompt(msgspec.Struct, gc=False):
     patience_ms: float | None = None
     """The client disconnects if it has no first token by then."""
     number: int = -1
-    """Of a trace's request: its place in the trace."""
+    """Place of a trace's request in the trace."""
     follows: int = -1
     """Of a trace's request: the number of the request whose answer the client waited for; -1 if it waited for none."""
     think_ms: float = 0.0

@@ -38,7 +38,7 @@ from warmroute.scaling.provisioner import Machine, NoCapacity, ProvisionerError,
 # Every answer may be {"error": {"code", "message"}} instead; the code `no_capacity` makes the offer back off.
 
 PROTOCOL: Final = 1
-"""Changes if a program that follows the old one would fail."""
+"""Version of the protocol. It changes if a program that follows the old version would fail."""
 NO_CAPACITY: Final = "no_capacity"
 
 Send = Callable[[str, bytes], Awaitable[bytes]]
@@ -151,7 +151,9 @@ def excerpt(answer: bytes) -> str:
 # why.
 
 MAX_OUTPUT_BYTES: Final = 64 << 20
+"""A program that writes without end must not take the router's memory."""
 NO_CAPACITY_EXIT_CODE = 75
+"""EX_TEMPFAIL of sysexits.h: the same request may succeed later."""
 
 
 def command_provisioner(config: ProvisionerConfig) -> JsonProvisioner:
@@ -160,6 +162,7 @@ def command_provisioner(config: ProvisionerConfig) -> JsonProvisioner:
     async def send(call: str, body: bytes) -> bytes:
         result = await run_command([*config.command, call], config, timeout_s=config.timeout_s, stdin=body)
         if result.code:
+            # The `error` of the answer says more than the exit code: it comes first.
             raise_reported_error(result.out, f"{name}: {call}", no_capacity=result.code == NO_CAPACITY_EXIT_CODE)
         if result.code == NO_CAPACITY_EXIT_CODE:
             raise NoCapacity(f"{name}: no capacity: {result.last_line}")
@@ -223,6 +226,7 @@ def _run(
     except OSError as error:
         raise ProvisionerError(f"{provisioner}: cannot run {command[0]!r}: {error.strerror}") from None
     started.append(process)
+    # The caller may have given up between two lines here. It saw no process to kill.
     if cancelled.is_set():
         _kill_group(process)
     shown = repr(" ".join(command[:3]))
@@ -308,8 +312,10 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
 # stays with this service.
 
 NO_CAPACITY_STATUSES = (429, 503, 507)
+"""Statuses of `provision` that mean "not now": too many requests, unavailable, insufficient storage."""
 MAX_ANSWER_BYTES = 64 << 20
 MAX_CONCURRENT_CALLS = 8
+"""Each call has a connection of its own: a fleet that shrinks by 100 nodes must not open 100."""
 
 
 def webhook_provisioner(config: ProvisionerConfig) -> JsonProvisioner:

@@ -38,10 +38,10 @@ STATES = {
     "shutting-down": MachineState.TERMINATING,
     "terminated": MachineState.TERMINATED,
 }
-"""All other states are PENDING."""
+"""What EC2's states mean. All other states are PENDING."""
 STOPPED = ("stopping", "stopped")
 MAX_CALLS_PER_REGION = 8
-"""Concurrent calls, including those that timed out and have not returned yet."""
+"""Concurrent calls to one region, including those that timed out and have not returned yet: each holds a thread."""
 NO_CAPACITY = (
     "InsufficientInstanceCapacity",
     "InsufficientHostCapacity",
@@ -106,6 +106,7 @@ class Ec2Provisioner:
         machines: list[Machine] = []
         for region, result in (await self._in_all_regions("describe instances", self._status)).items():
             if isinstance(result, ProvisionerError):
+                # Without any earlier answer, "no machines" would be a guess: the autoscaler would buy them again.
                 if region not in self._last_status:
                     raise result
                 reason = f"last known state: {result}"
@@ -158,6 +159,7 @@ class Ec2Provisioner:
                 limits = BotoConfig(
                     connect_timeout=min(5.0, self._config.timeout_s),
                     read_timeout=self._config.timeout_s,
+                    # boto3 retries four times with pauses by default. The control loop asks again anyway.
                     retries={"mode": "standard", "max_attempts": 2},
                 )
                 client = self._clients[region] = self._session.client(
@@ -245,6 +247,8 @@ class Ec2Provisioner:
             "InstanceType": instance_type,
             "ClientToken": hashlib.sha256(f"{deployment}/{token}".encode()).hexdigest(),
             "TagSpecifications": [{"ResourceType": "instance", "Tags": tag_list}],
+            # A machine that shuts itself down (a crash of its start script) must not stay as a stopped one, whose disks
+            # are paid for.
             "InstanceInitiatedShutdownBehavior": "terminate",
         }
         if self._config.launch_template:
@@ -258,6 +262,7 @@ class Ec2Provisioner:
         if market == ["spot"]:
             request["InstanceMarketOptions"] = {
                 "MarketType": "spot",
+                # A persistent request would start a new instance after each reclaim, without being asked.
                 "SpotOptions": {"SpotInstanceType": "one-time", "InstanceInterruptionBehavior": "terminate"},
             }
         self._client(region).run_instances(**request)
@@ -297,6 +302,7 @@ class Ec2Provisioner:
         state = STATES.get(state_name, MachineState.PENDING)
         stopped = f"it is {state_name}" if state_name in STOPPED else ""
         address = instance.get("PublicIpAddress" if self._config.address == "public" else "PrivateIpAddress") or ""
+        # EC2 says `running` before the public address is there.
         if state is MachineState.RUNNING and not address:
             state = MachineState.PENDING
         return Machine(

@@ -53,11 +53,11 @@ RECLAIM_TAINTS = (
     "ToBeDeletedByClusterAutoscaler",
     "node.kubernetes.io/out-of-service",
 )
-"""Taints, or their prefixes, of a node that will be taken away soon."""
+"""Taints, or their first characters, of a Kubernetes node that will be taken away soon."""
 
 
 def is_live(pod: Object) -> bool:
-    """Return whether its controller counts it: it has neither ended nor been told to end."""
+    """Return whether the Pod's controller counts it: the Pod has neither ended nor been told to end."""
     return not meta(pod).get("deletionTimestamp") and (pod.get("status") or {}).get("phase") not in (
         "Succeeded",
         "Failed",
@@ -104,7 +104,7 @@ def created_s(one: Object) -> float:
 
 
 def reason_of(pod: Object) -> str:
-    """Return why it does not run, in the cluster's words."""
+    """Return why the Pod does not run, in the cluster's words."""
     scheduled = condition(pod, "PodScheduled")
     if scheduled.get("status") == "False":
         return str(scheduled.get("message") or scheduled.get("reason") or "it has no node yet")
@@ -117,7 +117,7 @@ def reason_of(pod: Object) -> str:
 
 
 def reclaim_reason(pod: Object, node: Object | None) -> str:
-    """Return why the cluster reclaims it, or an empty string."""
+    """Return why the cluster reclaims the Pod, or an empty string."""
     disruption = condition(pod, "DisruptionTarget")
     if disruption.get("status") == "True":
         return str(disruption.get("message") or disruption.get("reason") or "it is being evicted")
@@ -168,10 +168,12 @@ log = EventLog("warmroute.scaling")
 T = TypeVar("T")
 
 TOKENS = "warmroute/tokens"
-"""On the workload: the token of each request that added a replica, with its offer."""
+"""Annotation of the workload: the token of each request that added a replica, with its offer."""
 ENDED = "warmroute/ended"
-"""On the workload: the uid of each Pod that was removed, until the Pod is gone."""
+"""Annotation of the workload: the uid of each Pod that was removed, until the Pod is gone."""
 MAX_TRIES = 8
+"""Two routers that scale the same workload, or an HPA, cause conflicts. Pauses double from 20 ms: all tries take 5
+s."""
 NOT_READY_S = 0.2
 """Time for the controller to see that the Pod is not ready, before the replicas are decremented."""
 VERIFY_S = 5.0
@@ -228,6 +230,7 @@ class KubernetesProvisioner:
             raise ProvisionerTimeout(f"{self.name}: {action} took longer than {self._config.timeout_s:g} s") from None
         except ApiError as error:
             message = f"{self.name}: {action}: {error.status.message or error}"
+            # A ResourceQuota refuses with 403 and this text; there is no code for it.
             raise (NoCapacity if "exceeded quota" in message else ProvisionerError)(message) from None
         except (httpx2.HTTPError, KubeConfigError) as error:
             raise ProvisionerError(f"{self.name}: {action}: {error or type(error).__name__}") from None
@@ -381,6 +384,7 @@ class KubernetesProvisioner:
         self._check_order(target, live)
         if self._config.workload == "deployment":
             await self._mark(target)
+            # The controller orders Pods by what its own cache shows, which lags behind the API server.
             await asyncio.sleep(NOT_READY_S)
         await self._change(lambda now: self._remove_replica(now, machine.token, uid, pods))
         await self._verify(target, {_uid(pod): meta(pod)["name"] for pod in live})
@@ -401,7 +405,7 @@ class KubernetesProvisioner:
             )
 
     async def _mark(self, target: Object) -> None:
-        """Make it the Pod that the controller ends: not ready, and with the lowest deletion cost."""
+        """Make this Pod the one that the controller ends: not ready, and with the lowest deletion cost."""
         await self._annotate(target, {DELETION_COST: "-2147483648"})
         now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         unready = {"status": "False", "lastTransitionTime": now, "reason": "Warmroute"}
@@ -435,6 +439,7 @@ class KubernetesProvisioner:
                 await self._change(
                     lambda now: _patch(now, _replicas(now), {ENDED: [one for one in _ended(now) if one != uid]})
                 )
+                # The Pod stays: as the cheapest one it would be ended at the next scale-down, whoever causes it.
                 await self._annotate(target, {DELETION_COST: "0"})
                 await self._assign_tokens()
                 raise ProvisionerError(

@@ -34,8 +34,9 @@ HOST = "127.0.0.1"
 PORTS = 200
 """How many ports to try, from the configured one on."""
 POLL_S = 0.05
+"""How often a process that was told to end is looked at."""
 FORGET_S = 600.0
-"""How long the status reports a process that ended by itself."""
+"""How long the status reports a process that ended by itself, so that its last line of output can be read."""
 TOKEN_VARIABLE = "WARMROUTE_TOKEN"
 SIMULATED_ENGINE = (sys.executable, "-m", "warmroute", "engine", "--port", "{port}")
 
@@ -47,11 +48,11 @@ class ProcessRecord(msgspec.Struct, frozen=True, kw_only=True):
     offer: str
     port: int
     pid: int = 0
-    """0: an intent, written before the process started."""
+    """The process's id. 0: an intent, written before the process started."""
     start_id: str = ""
     """Boot id and clock ticks at which the process started: with the pid, its identity."""
     stop_s: float = 0.0
-    """When the router told it to end."""
+    """When the router told the process to end; 0 if it did not."""
 
 
 class ProcessProvisioner:
@@ -199,6 +200,7 @@ class ProcessProvisioner:
             if port in taken:
                 continue
             with socket.socket() as probe:
+                # Otherwise the port of an engine that has just ended looks taken for a minute (TIME_WAIT).
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 try:
                     probe.bind((HOST, port))

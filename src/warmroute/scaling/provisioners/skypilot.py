@@ -126,10 +126,11 @@ NO_CAPACITY = re.compile(
 NOT_FOUND = re.compile(r"Cluster\(s\) not found|Cluster \S+ (was )?(not found|does not exist)|ClusterDoesNotExist")
 ANSI_COLOR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 LAUNCH_LIMIT_S = DOWN_LIMIT_S = 3600.0
+"""A command that watches a launch or a termination for longer than an hour hangs."""
 REFUSAL_SHARE = 0.5
 """Fraction of a call's time limit to wait for a launch to fail."""
 MAX_ENDPOINT_LOOKUPS = 4
-"""Concurrent lookups. Each is a process of hundreds of megabytes."""
+"""Concurrent lookups of an address. Each is a process of hundreds of megabytes."""
 FORGET_S = 600.0
 """How long the status reports a launch that failed."""
 
@@ -155,11 +156,11 @@ class SkyPilotProvisioner:
         self._validator = OfferValidator(config)
         self._catalog_slot = asyncio.Semaphore(1)
         self._catalog: dict[str, tuple[float, list[CatalogRow], list[str]]] = {}
-        """By cloud: the file's time of change, its rows and its problems."""
+        """The catalogue by cloud: the file's time of change, its rows and its problems."""
         self._launching: dict[str, tuple[Offer, asyncio.Task[CommandResult]]] = {}
         self._failed: dict[str, _FailedLaunch] = {}
         self._ending: dict[str, asyncio.Task[CommandResult]] = {}
-        """By cluster: a running `sky down`."""
+        """The running `sky down` of each cluster."""
         self._urls: dict[_LaunchKey, str] = {}
         self._lookups: dict[_LaunchKey, asyncio.Task[None]] = {}
         self._lookup_slots = asyncio.Semaphore(MAX_ENDPOINT_LOOKUPS)
@@ -190,6 +191,7 @@ class SkyPilotProvisioner:
         try:
             clusters = await self._clusters()
         except ProvisionerTimeout as error:
+            # A timeout here is not a ProvisionerTimeout: that would mean that the machine may exist.
             raise ProvisionerError(str(error)) from None  # nothing was started
         if token in self._launching or any(one["name"] == cluster for one in clusters):
             return
@@ -315,7 +317,8 @@ class SkyPilotProvisioner:
         )
 
     def _reclaim_reason(self, cluster: dict[str, Any], token: str) -> str:
-        """Return why the router should terminate it: it will not serve, and it is paid for. Empty: it should not."""
+        """Return why the router should terminate the cluster (it will not serve, and it is paid for), or an empty
+        string."""
         status = str(cluster.get("status"))
         if status in STOPPED:
             return f"it is {status.lower()}"

@@ -12,7 +12,7 @@ from warmroute.core.messages import Lookup, Outcome
 from warmroute.core.node import Node
 from warmroute.core.node_cache import NodeCache
 from warmroute.core.prefill_work import work
-from warmroute.core.tickets import Dispatch
+from warmroute.core.tickets import PromptTicket
 from warmroute.edge.arrival import lookup_of
 from warmroute.prompt.prompt import Prompt, exact_prompt
 
@@ -34,14 +34,14 @@ def cache_of(harness: RoutingHarness, node: Node) -> NodeCache:
     return cache
 
 
-def send(harness: RoutingHarness, lookup: Lookup, **fields: Any) -> Dispatch:
+def send(harness: RoutingHarness, lookup: Lookup, **fields: Any) -> PromptTicket:
     decision = harness.decide(lookup, **fields)
-    ticket = harness.router.dispatch(decision, decision.node, harness.now_s)
-    assert isinstance(ticket, Dispatch)
+    ticket = harness.router.open_ticket(decision, decision.node, harness.now_s)
+    assert isinstance(ticket, PromptTicket)
     return ticket
 
 
-def end(harness: RoutingHarness, ticket: Dispatch, usage: tuple[int, int, int]) -> None:
+def end(harness: RoutingHarness, ticket: PromptTicket, usage: tuple[int, int, int]) -> None:
     harness.advance(0.1)
     if not ticket.first_token_s:
         ticket.first_token(harness.now_s)

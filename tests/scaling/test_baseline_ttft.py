@@ -1,26 +1,26 @@
-"""The usual floor: a mean that fades, in which searches that measure the same requests count together as one."""
+"""The baseline of the TTFT: a fading mean, in which searches that measure the same requests count as one."""
 
 from __future__ import annotations
 
 import pytest
 
-from warmroute.scaling.replay_planner import ASSUMED, UsualFloor
+from warmroute.scaling.replay_planner import ASSUMED_SHARE_OF_LIMIT, BaselineTtft
 
 LIMIT_MS = 2000.0
 WINDOW_S = 1800.0
 MEASURED_S = 1080.0
 
 
-def floors(*found: tuple[float, float]) -> UsualFloor:
-    usual = UsualFloor.assumed(LIMIT_MS, WINDOW_S)
+def floors(*found: tuple[float, float]) -> BaselineTtft:
+    usual = BaselineTtft.assumed(LIMIT_MS, WINDOW_S)
     for at_s, floor_ms in found:
         usual.record(floor_ms, at_s, MEASURED_S, WINDOW_S)
     return usual
 
 
 def test_the_first_minutes_say_little_about_what_is_usual() -> None:
-    assert floors().ttft_ms == ASSUMED * LIMIT_MS == 1500.0
-    usual = UsualFloor.assumed(LIMIT_MS, WINDOW_S)
+    assert floors().ttft_ms == ASSUMED_SHARE_OF_LIMIT * LIMIT_MS == 1500.0
+    usual = BaselineTtft.assumed(LIMIT_MS, WINDOW_S)
     usual.record(1900.0, 400.0, 240.0, WINDOW_S)
     assert 1500.0 < usual.ttft_ms < 1570.0
 

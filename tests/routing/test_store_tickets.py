@@ -7,7 +7,7 @@ from routing_harness import MODEL, RoutingHarness, prompt
 
 from warmroute.core.messages import Outcome
 from warmroute.core.speeds import HALF_LIFE_S, LATENCY_MS, MAX_LOAD_TOKENS, PRIOR_MS_PER_TOKEN, TransferSpeed
-from warmroute.core.tickets import StoreDispatch
+from warmroute.core.tickets import StoreTicket
 
 DOCUMENT = prompt(20_000, 7)
 
@@ -15,11 +15,11 @@ DOCUMENT = prompt(20_000, 7)
 def serve(harness: RoutingHarness, name: str, ttft_s: float) -> bool:
     """Serve the document on a node. Return whether the node should load it from the store."""
     decision = harness.decide(DOCUMENT, streams=True)
-    ticket = harness.router.dispatch(decision, harness.fleet.node(name), harness.now_s)
+    ticket = harness.router.open_ticket(decision, harness.fleet.node(name), harness.now_s)
     harness.advance(ttft_s)
     ticket.first_token(harness.now_s)
     harness.fleet.close_ticket(ticket, Outcome.OK, harness.now_s)
-    return isinstance(ticket, StoreDispatch)
+    return isinstance(ticket, StoreTicket)
 
 
 def test_a_store_that_was_slow_is_used_again_after_a_while() -> None:
@@ -77,12 +77,12 @@ def test_an_engine_that_loads_although_prefilling_is_faster_is_recognized_by_its
         assert cache is not None and cache.store is not None
         chain = document.blocks(MODEL, "", cache.block_size)
         cache.store.prefilled(chain, cache.block_size, harness.now_s)
-        ticket = harness.router.dispatch(harness.decide(document, streams=True), node, harness.now_s)
+        ticket = harness.router.open_ticket(harness.decide(document, streams=True), node, harness.now_s)
         harness.advance(ttft_s)
         ticket.first_token(harness.now_s)
         ticket.record_usage(20_000, 19_984 if loads else 0, 10, harness.now_s)  # type: ignore[attr-defined]
         harness.fleet.close_ticket(ticket, Outcome.OK, harness.now_s)
-        return isinstance(ticket, StoreDispatch)
+        return isinstance(ticket, StoreTicket)
 
     assert not load(1, 6.0, loads=True), "loading seemed slower than prefilling"
     learned = node.speed.ms_per_token
