@@ -48,13 +48,13 @@ def test_text_has_the_date_the_level_the_event_its_fields_and_the_sentence(capsy
     )
 
 
-def test_lines_of_a_worker_name_it(capsys: pytest.CaptureFixture[str]) -> None:
-    logs.set_up(Log(), worker=1)
+def test_lines_of_one_of_several_processes_name_it(capsys: pytest.CaptureFixture[str]) -> None:
+    logs.set_up(Log(), process="edge-1")
     log_request()
-    assert " INFO    [worker 1] request request_id=wr-1 " in capsys.readouterr().err
-    logs.set_up(Log(format="json"), worker=0)
+    assert " INFO    [edge-1] request request_id=wr-1 " in capsys.readouterr().err
+    logs.set_up(Log(format="json"), process="brain")
     log_request()
-    assert json.loads(capsys.readouterr().err)["worker"] == 0
+    assert json.loads(capsys.readouterr().err)["process"] == "brain"
 
 
 def test_json_has_a_key_for_each_field(capsys: pytest.CaptureFixture[str]) -> None:
