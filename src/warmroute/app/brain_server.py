@@ -103,7 +103,7 @@ class LearnedFile:
                 data = snapshot.take(service.fleet, service.router, service.rate_limits, now_s)
                 await asyncio.get_running_loop().run_in_executor(None, self._write, data)
             except Exception as error:
-                log.error("snapshot_failed", "The brain tries again.", reason=where_it_failed(error))
+                log.error("learned_not_written", "The brain tries again.", reason=where_it_failed(error))
 
     def _restore(self) -> snapshot.Restored | None:
         try:
@@ -111,7 +111,7 @@ class LearnedFile:
         except FileNotFoundError:  # this is the first one
             return None
         except (OSError, ValueError) as error:
-            log.error("snapshot_unusable", "The brain learns anew.", reason=error)
+            log.error("learned_not_read", "The brain learns anew.", reason=error)
             return None
         restored.apply(self._service.router, self._service.rate_limits, time.monotonic())
         return restored

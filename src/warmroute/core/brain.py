@@ -437,7 +437,7 @@ class Brain:
                 break
             call = old[position]
             main = call.main
-            if main is None or call.hedge is not None or call.state == DONE or call in calls.checked:
+            if main is None or call.hedge is not None or call.state == DONE or call.is_leaving or call in calls.checked:
                 continue
             try:
                 if not overdue.is_overdue(call, main.ticket, calls.expected_output(call.request), now_s):

@@ -47,6 +47,8 @@ MAX_TRIES: Final = 3
 RETRY_AFTER_S: Final = 1
 BYTES_PER_TOKEN: Final = 4.0
 
+_NO_BRAIN: Final = (503, "no_brain", f"The process that decides has not answered for {ALONE_MAX_S:g} s. {RETRY}")
+
 Limits = tuple[int, int]
 """Requests and tokens of a tenant per minute; 0: any number."""
 
@@ -141,7 +143,7 @@ class Alone:
         request, id = arrive.request, arrive.id
         model = request.model or tables.only_model
         if now_s > self._until_s:
-            return self._reject(call, 503, "no_brain", f"The router has been without its brain for too long. {RETRY}")
+            return self._reject(call, *_NO_BRAIN)
         nodes = tables.serving.get(model)
         if nodes is None:
             return self._reject(call, 404, "model_not_found", unknown_model(request.model), "invalid_request_error")
