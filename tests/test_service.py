@@ -23,6 +23,8 @@ from support.serve_process import serve
 from warmroute.app.service import Service
 from warmroute.config import Config, ConfigError, from_table, load
 
+pytestmark = pytest.mark.usefixtures("experiment")
+
 FLAGS = ("--port", "0", "--admin-port", "0")
 
 
@@ -45,7 +47,7 @@ name = "node0"
 
 
 async def reload_with(r: Any, nodes: list[Any], **tables: Any) -> str | None:
-    changed: Config = from_table(quick_table(nodes, **tables))
+    changed: Config = from_table(quick_table(nodes, **tables), experiment=True)
     r.service.config_reload.read_config = lambda: changed
     problem: str | None = r.service.reload()
     return problem
@@ -189,7 +191,7 @@ async def test_an_unreadable_ca_file_is_rejected_on_reload() -> None:
 
 
 async def test_an_unreadable_ca_file_is_rejected_at_the_start() -> None:
-    config = from_table(quick_table([], upstream={"ca_file": "/nowhere/ca.pem"}))
+    config = from_table(quick_table([], upstream={"ca_file": "/nowhere/ca.pem"}), experiment=True)
     with pytest.raises(ConfigError, match="ca_file"):
         Service(lambda: config)
 

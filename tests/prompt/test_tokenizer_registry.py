@@ -40,7 +40,7 @@ def test_the_configuration_has_the_same_defaults_as_the_code() -> None:
 
 def test_models_are_read_from_the_configuration_file() -> None:
     entry = {"name": "m", "default_chat_template_kwargs": {"enable_thinking": False, "n": 1, "f": 1.5, "s": "x"}}
-    config = from_table({"models": [entry], "prompts": {"discover_tokenizers": False}})
+    config = from_table({"models": [entry], "prompts": {"discover_tokenizers": False}}, experiment=True)
     assert config.models[0].default_chat_template_kwargs == entry["default_chat_template_kwargs"]
     assert not config.prompts.discover_tokenizers
 

@@ -177,7 +177,7 @@ class FleetPlan(msgspec.Struct, kw_only=True):
     chance: float = 0.0
     """By which fraction chance makes the arrivals of a few minutes differ."""
     margin: float = 0.0
-    """`scaling.replay.margin` when the search began."""
+    """`ScalingReplay.margin` when the search began."""
     arrivals_per_s: float = 0.0
     """Of the recorded traffic, scaled to all routers."""
     recorded: int = 0
@@ -339,10 +339,10 @@ MAX_CONTEXT_STEPS: Final = 6.0
 as large as the weights. With short answers the learned slope is mostly the prefills between tokens, and too high."""
 MIN_CPU_S: Final = 5.0
 MIN_INTERVALS: Final = 0.2
-"""If more requests arrive than expected, a search starts this many times `scaling.replay.interval_s` after the last
+"""If more requests arrive than expected, a search starts this many times `ScalingReplay.interval_s` after the last
 one."""
 MAX_INTERVALS: Final = 1.5
-"""A search takes at most this many times `scaling.replay.interval_s`."""
+"""A search takes at most this many times `ScalingReplay.interval_s`."""
 MAX_NODES: Final = 512
 """Larger fleets are not replayed."""
 

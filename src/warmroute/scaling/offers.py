@@ -131,7 +131,7 @@ class OfferValidator:
         if self._free:
             return ""
         if usd == 0:
-            return "costs $0, which stands for an unknown price: dropped (provisioners.allow_free accepts it)"
+            return "costs $0, which stands for an unknown price: dropped"
         if usd < self._min_usd_per_gpu_hour * offer.gpus:
             minimum = f"${self._min_usd_per_gpu_hour:g} per GPU (it has {offer.gpus})"
             return f"costs ${usd:g}/hour, below {minimum}; this is a bid floor, not a price: dropped"

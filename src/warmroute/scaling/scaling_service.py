@@ -173,8 +173,9 @@ class ScalingService:
         except ImportError as error:
             raise missing_extra("scaling.keda_port", error, "keda") from None
         self._keda = KedaScaler(self.autoscaler.desired_in_pool)
-        await self._keda.start(scaling.keda_host, scaling.keda_port)
-        log.info("keda_listening", address=f"{scaling.keda_host}:{self._keda.port}")
+        host = scaling.keda_host or self._config.listen.host
+        await self._keda.start(host, scaling.keda_port)
+        log.info("keda_listening", address=f"{host}:{self._keda.port}")
 
     def _leader_changed(self) -> None:
         self._update_first_node_wait()

@@ -120,12 +120,12 @@ SPLIT_REQUESTS: Final = _counter(
 )
 CLIENT_CONNECTIONS: Final = _gauge("client_connections", "Open client connections.")
 CLIENT_CONNECTIONS_ACCEPTED: Final = _counter("client_connections_accepted", "Accepted client connections.")
-REQUEST_BODIES: Final = _gauge("request_bodies_bytes", "Memory for request bodies; `limits.buffered_bytes` limits it.")
+REQUEST_BODIES: Final = _gauge("request_bodies_bytes", "Memory for request bodies, at most 2 GiB.")
 CLIENT_UNREAD: Final = _gauge(
-    "client_unread_bytes", "Memory for what clients have not read of their responses; `limits.unread_bytes` limits it."
+    "client_unread_bytes", "Memory for what clients have not read of their responses, at most 1 GiB."
 )
 CLIENTS_TOO_SLOW: Final = _counter(
-    "clients_too_slow", "Clients that the router disconnected because `limits.unread_bytes` was reached."
+    "clients_too_slow", "Clients that the router disconnected because clients had left 1 GiB unread."
 )
 NODE_CONNECTIONS_STALE: Final = _counter(
     "node_connections_stale", "Requests sent again because the node had closed the kept-alive connection."
@@ -225,7 +225,7 @@ CAPTURE_DROPPED: Final = _counter("capture_requests_dropped", "Requests that cou
 TRACES_EXPORTED: Final = _counter("traces_exported", "Traces of requests that the collector received.")
 TRACES_DROPPED: Final = _counter("traces_dropped", "Recorded traces that the collector did not receive.", "reason")
 TRACES_LIMITED: Final = _counter(
-    "traces_limited", "Requests not traced because clients asked for more than `tracing.max_client_traces_per_s`."
+    "traces_limited", "Requests not traced because clients asked for more than 100 per second."
 )
 LOOP_DELAY: Final = _histogram("event_loop_delay_seconds", "How late the event loop ran a timer, ten times a second.")
 LOOP_DELAY_MAX: Final = _gauge(
