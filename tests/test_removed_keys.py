@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +10,9 @@ from typing import Any
 
 import pytest
 import yaml  # type: ignore[import-untyped]
+from support.serve_process import serve
 
+from warmroute.app.main import main
 from warmroute.config import Config, ConfigError, describe_keys, from_table, tables
 from warmroute.config.section import REMOVED_IN, Section, keys_of, removed_keys_of, section_of
 
@@ -96,3 +99,40 @@ def test_a_removed_key_of_a_repeated_table_gives_one_warning() -> None:
     config = from_table({"nodes": [{**node, "kv_replay": "tcp://*:6557"} for node in nodes]})
     assert [node.bootstrap_port for node in config.nodes] == [1, 2]
     assert len(config.warnings) == 1
+
+
+OLD_FILE = """
+[listen]
+port = 0
+[admin]
+port = 0
+[hedging]
+factor = 3.0
+[[nodes]]
+url = "http://127.0.0.1:9"
+kv_replay = "tcp://*:6557"
+"""
+WARNINGS = (
+    "[hedging] factor was removed in 0.4; Warmroute uses 5",
+    "[[nodes]] kv_replay was removed in 0.4; Warmroute uses what the engine reports",
+)
+
+
+def test_check_config_and_doctor_show_the_warnings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "w.toml"
+    file.write_text(OLD_FILE)
+    assert main(["check-config", str(file)]) == 0
+    assert capsys.readouterr().err.splitlines() == [f"warning: {file}: {warning}" for warning in WARNINGS]
+    main(["doctor", "--config", str(file), "--no-requests", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    notes = [check["found"] for one in found["subjects"] for check in one["checks"] if check["state"] == "note"]
+    assert [note for note in notes if "was removed" in note] == list(WARNINGS)
+
+
+async def test_serve_starts_and_logs_each_warning_once(tmp_path: Path) -> None:
+    file = tmp_path / "w.toml"
+    file.write_text(OLD_FILE)
+    async with serve("--config", file) as router:
+        assert router.port, router.lines
+        logged = [line.partition("config_warning: ")[2] for line in router.lines if "config_warning" in line]
+        assert logged == list(WARNINGS)
