@@ -251,13 +251,13 @@ async def test_a_worker_that_hangs_holds_up_neither_the_admin_api_nor_clients_no
         for _ in range(4):  # no connection goes to it
             assert (await router.request()).status == 200
         file = tmp_path / "router.toml"
-        file.write_text(file.read_text() + "[limits]\nconnections = 99\n")
+        file.write_text(file.read_text() + "[limits]\nbody_bytes = 99\n")
         assert (await ask("/admin/reload", "POST"))["workers_not_answering"] == [number]
         await until(lambda: router.logged("worker_hung"), "the hung worker is noticed", PATIENCE_S)
 
         os.kill(hung, signal.SIGCONT)
         await until(lambda: router.logged("worker_answers"), "it answers again", PATIENCE_S)
-        reloaded = lambda: sum("limits.connections 20000 -> 99" in line for line in router.lines) == 2  # noqa: E731
+        reloaded = lambda: sum("limits.body_bytes 33554432 -> 99" in line for line in router.lines) == 2  # noqa: E731
         await until(reloaded, "it has reloaded the configuration, too", PATIENCE_S)
         assert "workers_not_answering" not in await ask("/admin/nodes")
         assert sum("worker_hung" in line for line in router.lines) == 1

@@ -241,7 +241,9 @@ class RunningPicker:
 async def picker(
     *nodes: ScriptedEngine | BlackHole | dict[str, Any], wait: bool = True, **tables: Any
 ) -> AsyncIterator[RunningPicker]:
-    config = from_table(quick_table(nodes, **{"picker": {"port": 0, "message_timeout_s": 5.0}} | tables))
+    config = from_table(
+        quick_table(nodes, **{"picker": {"port": 0, "message_timeout_s": 5.0}} | tables), experiment=True
+    )
     service = Service(lambda: config, create_picker=picker_factory())
     loop, errors = asyncio.get_running_loop(), []
     loop.set_exception_handler(lambda _loop, context: errors.append(f"{context!r}"))

@@ -51,7 +51,7 @@ def check_and_log(args: argparse.Namespace, config: Config, worker: int | None =
         where = f"{args.config}: " if args.config else ""
         raise ConfigError(*(where + problem for problem in report.problems))
     logs.set_up(config.log, worker)
-    for warning in report.warnings:
+    for warning in report.warnings if worker is None else ():  # the parent of workers has logged them
         log.warning("config_warning", warning)
 
 
