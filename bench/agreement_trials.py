@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import socket
 import tempfile
@@ -26,6 +27,8 @@ from warmroute.lab.summary import Run, summary
 from warmroute.lab.workloads import parse_workload
 from warmroute.lab.workloads.workload_prompt import Form, WorkloadPrompt
 from warmroute.lab.world import World
+
+os.environ["WARMROUTE_EXPERIMENT"] = "1"  # the routers' files set what is no key
 
 HOST = "127.0.0.1"
 READY_WITHIN_S = 30.0
@@ -87,7 +90,7 @@ def run_in_replay(trial: Trial) -> Run:
 
 
 def _config(trial: Trial) -> Config:
-    return from_table({"routing": {"policy": trial.policy, "seed": trial.seed}})
+    return from_table({"routing": {"policy": trial.policy, "seed": trial.seed}}, experiment=True)
 
 
 async def run_live(trial: Trial) -> Run:

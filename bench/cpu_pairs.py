@@ -141,7 +141,8 @@ def start(build: Path, port: int, folder: Path, tokenizer: Path | None) -> subpr
     command = [sys.executable, "-c", code, "serve", "--port", str(port), "--admin-port", "0", "--policy", "price"]
     return subprocess.Popen(
         ["taskset", "-c", ROUTER_CORE, *command, "--config", str(config), *nodes],
-        env=os.environ | {"PYTHONPATH": str(build)}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        env=os.environ | {"PYTHONPATH": str(build), "WARMROUTE_EXPERIMENT": "1"},
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
 
 

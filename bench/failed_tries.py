@@ -130,7 +130,7 @@ def start(build: Path, port: int, folder: Path, nodes: list[int]) -> subprocess.
     command = [sys.executable, "-m", "warmroute", "serve", "--port", str(port), "--admin-port", "0"]
     return subprocess.Popen(
         ["taskset", "-c", str(ROUTER_CORE), *command, "--config", str(config), *urls],
-        env=os.environ | {"PYTHONPATH": str(build)}, stdout=subprocess.DEVNULL,
+        env=os.environ | {"PYTHONPATH": str(build), "WARMROUTE_EXPERIMENT": "1"}, stdout=subprocess.DEVNULL,
         stderr=(folder / f"{name}.log").open("wb"),
     )  # fmt: skip
 

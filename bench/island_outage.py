@@ -128,7 +128,7 @@ def config(max_delay_ms: float | None) -> Config:
         "islands": [{"name": name, "egress_usd_per_gb": usd} for name, (_, usd) in CLOUDS.items()],
         "island_affinity": {} if max_delay_ms is None else {"max_delay_ms": max_delay_ms},
     }
-    return from_table(table)
+    return from_table(table, experiment=True)
 
 
 def run(rule: str, args: argparse.Namespace, seed: int) -> dict[str, float]:

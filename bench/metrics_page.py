@@ -97,7 +97,7 @@ async def measure(report: Report) -> None:
             "listen": {"port": 0}, "admin": {"port": 0}, "startup": {"max_wait_s": 0.0},
             "health": {"interval_s": 3600.0}, "polling": {"interval_s": 3600.0},
             "nodes": [{"url": f"http://127.0.0.1:{number + 2}", "name": f"gpu-{number}"} for number in range(NODES)],
-        }
+        }, experiment=True,
     )  # fmt: skip
     service = Service(lambda: config)
     await service.start()

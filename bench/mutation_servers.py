@@ -208,7 +208,7 @@ def router_table(urls: list[str]) -> dict[str, Any]:
 
 async def run_router(record: Record, urls: list[str]) -> None:
     record_judgements(record)
-    config = from_table(router_table(urls))
+    config = from_table(router_table(urls), experiment=True)
     service = Service(lambda: config)
     await service.start()
     while sum(len(group.sort_if_changed().up) for group in service.fleet.groups) < len(urls) * len(MODELS):  # noqa: ASYNC110

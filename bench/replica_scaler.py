@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import time
 from typing import Any
@@ -12,6 +13,8 @@ from typing import Any
 from quick_engine import QuickEngine
 from record import Report
 from replica_cluster import Cluster, free_port
+
+os.environ["WARMROUTE_EXPERIMENT"] = "1"  # the routers' files set what is no key
 
 LEASE_S = 2.0
 

@@ -16,6 +16,7 @@ import uvloop
 from hypothesis import HealthCheck, settings
 
 from warmroute import is_compiled
+from warmroute.config.file import EXPERIMENT
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE / "edge"), str(HERE / "routing")]
@@ -39,6 +40,12 @@ def data_dir(request: pytest.FixtureRequest) -> Path:
     if found is None or not found.is_dir():
         pytest.fail("tests marked `data` need --data DIR, a directory with public data (tests/README.md)")
     return found
+
+
+@pytest.fixture
+def experiment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Configuration files of the test, and of processes that it starts, may also set what is not a key."""
+    monkeypatch.setenv(EXPERIMENT, "1")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -240,7 +240,7 @@ def all_features(engines: list[EngineProcess], journal: Path, *, hold: bool = Tr
             },
         ],
     )
-    return from_table(table)
+    return from_table(table, experiment=True)
 
 
 class HeaderLoad(Load):

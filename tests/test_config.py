@@ -61,11 +61,11 @@ def _keys_only(table: dict[str, Any], section: type[Section]) -> dict[str, Any]:
         ({"nodes": [{"url": "http://a", "modls": []}]}, "unknown key nodes.modls; did you mean nodes.models?"),
         ({"keys": [{"sha25": HASH, "tenant": "t"}]}, "unknown key keys.sha25; did you mean keys.sha256?"),
         ({"port": 1}, "unknown key port; did you mean listen.port or picker.port or admin.port?"),
-        ({"cache_weight": 0.5}, "unknown key cache_weight; did you mean price.cache_weight?"),
+        ({"max_wait_s": 0.5}, "unknown key max_wait_s; did you mean admission.max_wait_s?"),
         ({"url": "http://a"}, "unknown key url; did you mean cluster.url?"),
         ({"tenant": "t"}, "unknown key tenant; did you mean keys.tenant or routes.tenant?"),
         ({"zzz": 1}, f"unknown key zzz; known keys: {', '.join(sorted(keys_of(Config)))}"),
-        ({"log": {"qqqq": 1}}, "unknown key log.qqqq; known keys: format, level, requests"),
+        ({"log": {"qqqq": 1}}, "unknown key log.qqqq; known keys: format, level"),
     ],
 )
 def test_an_unknown_key_is_rejected_with_the_nearest_known_key(table: dict[str, Any], message: str) -> None:
@@ -88,12 +88,11 @@ def test_only_an_experiment_sets_values_that_are_not_in_the_file() -> None:
         ({"listen": {"port": 70000}}, "listen.port: ", "65535"),
         ({"listen": {"port": -1}}, "listen.port: ", ">= 0"),
         ({"listen": 5}, "listen: ", "expected a table, got a whole number"),
-        ({"limits": {"header_timeout_s": 0}}, "limits.header_timeout_s: ", "> 0"),
-        ({"limits": {"connections": 0}}, "limits.connections: ", ">= 1"),
+        ({"upstream": {"first_byte_timeout_s": 0}}, "upstream.first_byte_timeout_s: ", "> 0"),
+        ({"limits": {"body_bytes": 0}}, "limits.body_bytes: ", ">= 1"),
         ({"limits": {"body_bytes": 1.5}}, "limits.body_bytes: ", "expected a whole number, got a number"),
-        ({"upstream": {"max_attempts": -1}}, "upstream.max_attempts: ", ">= 0"),
-        ({"health": {"path": "health"}}, "health.path: ", "invalid format. Path of the health check."),
-        ({"health": {"slow_start_s": -1}}, "health.slow_start_s: ", ">= 0"),
+        ({"keys": [{"sha256": HASH, "tenant": "t", "requests_per_min": -1}]}, "keys[0].requests_per_min: ", ">= 0"),
+        ({"shutdown": {"delay_s": -1}}, "shutdown.delay_s: ", ">= 0"),
         (
             {"routing": {"policy": "best"}},
             "routing.policy: ",
@@ -129,8 +128,8 @@ def test_only_an_experiment_sets_values_that_are_not_in_the_file() -> None:
         ({"provisioners": [{"kind": "Kubernets"}]}, "provisioners[0].kind: ", "did you mean kubernetes?"),
         ({"scaling": {"hours": [{"days": ["tues"]}]}}, "scaling.hours[0].days[0]: ", "did you mean tue?"),
         (
-            {"routes": [{"name": "r", "queue_at_router": 1}]},
-            "routes[0].queue_at_router: ",
+            {"routes": [{"name": "r", "allow_engine_fields": 1}]},
+            "routes[0].allow_engine_fields: ",
             "expected true or false, got a whole number",
         ),
         ({"nodes": [[]]}, "nodes[0]: ", "expected a table, got a list"),
@@ -193,7 +192,7 @@ def test_values_that_contradict_each_other_are_rejected(table: dict[str, Any], w
 
 def test_a_reachable_admin_listener_needs_a_token() -> None:
     from_table({"admin": {"host": "0.0.0.0", "token_sha256": HASH}})
-    from_table({"admin": {"host": "0.0.0.0", "enabled": False}})
+    from_table({"admin": {"host": "0.0.0.0", "enabled": False}}, experiment=True)
     for host in ("127.0.0.1", "127.1.2.3", "::1", "localhost"):
         from_table({"admin": {"host": host}})
 
@@ -238,8 +237,8 @@ def test_load_reads_a_file(tmp_path: Path) -> None:
         f"""
         [listen]
         port = 9000
-        [limits]
-        idle_timeout_s = 5        # whole numbers are numbers
+        [upstream]
+        first_byte_timeout_s = 5  # whole numbers are numbers
         [[nodes]]
         url = "http://10.0.0.1:8000"
         models = ["a", "b"]
@@ -250,7 +249,7 @@ def test_load_reads_a_file(tmp_path: Path) -> None:
         """
     )
     config = load(path)
-    assert config.listen.port == 9000 and config.limits.idle_timeout_s == 5.0
+    assert config.listen.port == 9000 and config.upstream.first_byte_timeout_s == 5.0
     assert config.nodes[0].models == ("a", "b") and config.nodes[0].role == "decode"
     assert config.keys[0].tenant == "acme"
 
@@ -266,7 +265,7 @@ def test_load_reads_a_file(tmp_path: Path) -> None:
     ],
 )
 def test_listeners_and_nodes_with_their_own_addresses_are_accepted(tables: dict[str, Any]) -> None:
-    from_table(tables)
+    from_table(tables, experiment=True)
 
 
 def problems_of(table: dict[str, Any]) -> tuple[str, ...]:
@@ -279,7 +278,8 @@ def test_all_problems_are_reported_at_once() -> None:
     table = {
         "lisen": {},
         "listen": {"port": "80", "prt": 1},
-        "limits": {"connections": 0, "body_bytes": 1.5, "idle_timeout_s": float("inf")},
+        "limits": {"body_bytes": 1.5},
+        "upstream": {"max_attempts": -1, "first_byte_timeout_s": float("inf")},
         "log": {"level": "loud"},
         "nodes": [{"url": "http://a"}, {}, {"url": "ftp://x"}, {"url": "http://a", "rol": "mixed"}],
         "keys": [{"sha256": "x"}, 5],
@@ -290,9 +290,9 @@ def test_all_problems_are_reported_at_once() -> None:
         "unknown key lisen; did you mean listen?",
         "listen.port: expected a whole number, got text",
         "unknown key listen.prt; did you mean listen.port?",
-        "limits.connections: expected a whole number >= 1",
         "limits.body_bytes: expected a whole number, got a number",
-        "limits.idle_timeout_s: expected a finite number",
+        "upstream.max_attempts: expected a whole number >= 0",
+        "upstream.first_byte_timeout_s: expected a finite number",
         "log.level: unknown value 'loud'; possible values: debug, info, warning, error",
         "nodes[1]: missing required field `url`",
         "unknown key nodes.rol; did you mean nodes.role?",
@@ -405,12 +405,13 @@ CHANGES: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
     (
         {"models": [{"name": "m"}], "routing": {"policy": "random"}},
         {
-            "models": [{"name": "m", "max_model_len": 4096, "tokenizer": "/srv/t"}, {"name": "n"}],
-            "routing": {"policy": "price"}, "limits": {"connections": 100}, "prompt_doctor": {"enabled": False},
+            "models": [{"name": "m", "tokenizer": "/srv/t"}, {"name": "n"}],
+            "routing": {"policy": "price"}, "limits": {"body_bytes": 100}, "prompt_doctor": {"enabled": False},
         },
         [
-            "limits.connections 20000 -> 100", "prompt_doctor.enabled true -> false", "routing.policy random -> price",
-            "models +n", "models m: tokenizer changed", "models m: max_model_len 0 -> 4096",
+            "limits.body_bytes 33554432 -> 100", "prompt_doctor.enabled true -> false",
+            "routing.policy random -> price",
+            "models +n", "models m: tokenizer changed",
         ],
     ),
     (
@@ -419,9 +420,9 @@ CHANGES: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
         ["admin.token_sha256 changed", "cluster.url changed"],
     ),
     (
-        {"scaling": {"islands": [{"island": "aws/a"}], "replay": {"enabled": False}}},
+        {"scaling": {"islands": [{"island": "aws/a"}], "dry_run": True}},
         {"scaling": {"islands": [{"island": "aws/a", "max_nodes": 3}]}},
-        ["scaling.replay.enabled false -> true", "scaling.islands aws/a: max_nodes 64 -> 3"],
+        ["scaling.dry_run true -> false", "scaling.islands aws/a: max_nodes 64 -> 3"],
     ),
     ({}, {}, []),
 ]  # fmt: skip

@@ -82,7 +82,7 @@ async def test_a_reload_changes_stores_and_the_nodes_attached_to_them() -> None:
     def config(stores: dict[str, int], *nodes: dict[str, Any], **island: str) -> Config:
         tables = [{"name": name, "capacity_tokens": tokens, **island} for name, tokens in stores.items()]
         urls = [{"url": f"http://127.0.0.1:{number}", **node} for number, node in enumerate(nodes, 1)]
-        return from_table(quick_table(urls, kv_stores=tables))
+        return from_table(quick_table(urls, kv_stores=tables), experiment=True)
 
     async with router(wait=0, config=config({"old": 1000}, {"kv_store": "old"}, {"kv_store": "old"}, {})) as r:
 
@@ -108,7 +108,7 @@ async def test_a_reload_changes_stores_and_the_nodes_attached_to_them() -> None:
 
 async def test_a_node_gets_the_store_of_its_island_once_a_source_names_the_island() -> None:
     stores = [{"name": "shared", "capacity_tokens": 1000, "island": "i"}]
-    config = from_table(quick_table([{"url": "http://127.0.0.1:1"}], kv_stores=stores))
+    config = from_table(quick_table([{"url": "http://127.0.0.1:1"}], kv_stores=stores), experiment=True)
     async with router(wait=0, config=config) as r:
         fleet, store = r.service.fleet, r.service.cache_view.stores["shared"]
         node = fleet.node("node0")

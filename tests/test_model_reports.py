@@ -103,7 +103,7 @@ async def test_a_model_without_a_tokenizer_is_logged_once_with_the_lines_to_add(
     assert fields["model"] == "m" and HUB_ID in fields["reason"] and "Hugging Face cache" in fields["reason"]
     table = suggested_toml(record)
     assert table["models"] == [{"name": "m", "tokenizer": "/models/small-model"}]
-    from_table(table)
+    from_table(table, experiment=True)
     assert "download_tokenizers = true in [prompts]" in record.getMessage()
 
 

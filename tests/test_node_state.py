@@ -26,6 +26,8 @@ from warmroute.app.node_state import FILE, MAX_FILE_BYTES
 from warmroute.config import Config, ConfigError, NodeConfig, from_table
 from warmroute.core.cluster.messages import MAX_NODE_BYTES
 
+pytestmark = pytest.mark.usefixtures("experiment")
+
 Node = dict[str, Any]
 
 
@@ -184,7 +186,7 @@ async def test_a_drain_by_hand_outlives_a_reload_and_a_new_address() -> None:
         service = running.service
         assert (await running.admin("POST", "/admin/nodes/node0/drain")).status == 200
         table = quick_table([{"url": nodes[1].url}])
-        service.config_reload.read_config = lambda: from_table(table)
+        service.config_reload.read_config = lambda: from_table(table, experiment=True)
         assert service.reload() is None
         assert running.node(0).url == nodes[1].url and running.node(0).draining
         table = quick_table([])

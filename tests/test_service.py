@@ -23,6 +23,8 @@ from support.serve_process import serve
 from warmroute.app.service import Service
 from warmroute.config import Config, ConfigError, from_table, load
 
+pytestmark = pytest.mark.usefixtures("experiment")
+
 FLAGS = ("--port", "0", "--admin-port", "0")
 
 
@@ -45,7 +47,7 @@ name = "node0"
 
 
 async def reload_with(r: Any, nodes: list[Any], **tables: Any) -> str | None:
-    changed: Config = from_table(quick_table(nodes, **tables))
+    changed: Config = from_table(quick_table(nodes, **tables), experiment=True)
     r.service.config_reload.read_config = lambda: changed
     problem: str | None = r.service.reload()
     return problem
@@ -152,7 +154,7 @@ async def test_a_reload_names_the_keys_that_need_a_restart(caplog: pytest.LogCap
     async with engines() as [engine], router(engine) as r:
         found = await r.admin("POST", "/admin/reload")
         assert found.json == {"status": "reloaded", "changed": [], "needs_restart": []}
-        tables = {"scaling": {"enabled": True}, "routing": {"policy": "random"}, "prompts": {"threads": 7}}
+        tables = {"scaling": {"enabled": True}, "routing": {"policy": "random"}, "index": {"memory_bytes": 1 << 25}}
         assert await reload_with(r, [engine], listen={"port": 0, "unix_socket": "/tmp/w.sock"}, **tables) is None
         assert r.service.router.policy.name == "random"
         changed = r.service.config_reload.changed
@@ -160,8 +162,8 @@ async def test_a_reload_names_the_keys_that_need_a_restart(caplog: pytest.LogCap
             assert f"{change}, from the next restart on" in changed
         assert "routing.policy round_robin -> random" in changed, "this applies at once"
         found = await r.admin("POST", "/admin/reload")
-        assert found.json["needs_restart"] == ["listen.unix_socket", "scaling.enabled", "prompts.threads"]
-        assert "restart_required keys=listen.unix_socket,scaling.enabled,prompts.threads" in caplog.text
+        assert found.json["needs_restart"] == ["listen.unix_socket", "scaling.enabled", "index.memory_bytes"]
+        assert "restart_required keys=listen.unix_socket,scaling.enabled,index.memory_bytes" in caplog.text
         assert await reload_with(r, [engine]) is None
         assert r.service.config_reload.needs_restart() == [], "as it was at the start"
 
@@ -189,7 +191,7 @@ async def test_an_unreadable_ca_file_is_rejected_on_reload() -> None:
 
 
 async def test_an_unreadable_ca_file_is_rejected_at_the_start() -> None:
-    config = from_table(quick_table([], upstream={"ca_file": "/nowhere/ca.pem"}))
+    config = from_table(quick_table([], upstream={"ca_file": "/nowhere/ca.pem"}), experiment=True)
     with pytest.raises(ConfigError, match="ca_file"):
         Service(lambda: config)
 
@@ -250,12 +252,12 @@ async def test_a_reload_says_what_changed_without_secrets(tmp_path: Path) -> Non
         async with serve("--config", path) as command:
             await command.ready()
             assert await request("first") == 200
-            more = f'[[nodes]]\nurl = "{two.url}"\nname = "gpu-b"\n[limits]\nconnections = 9\n'
+            more = f'[[nodes]]\nurl = "{two.url}"\nname = "gpu-b"\n[limits]\nbody_bytes = 99999\n'
             replace(path, toml(one, more) + key("second"))
             command.signal(signal.SIGHUP)
             await until(lambda: command.logged("config_reloaded"), patience_s=5)
             [line] = [line for line in command.lines if "config_reloaded" in line]
-            assert 'changed="limits.connections 20000 -> 9; nodes +gpu-b; keys team-a: rotated"' in line
+            assert 'changed="limits.body_bytes 33554432 -> 99999; nodes +gpu-b; keys team-a: rotated"' in line
             assert not [word for word in ("sha256", *key("second").split('"')[3:4]) if command.logged(word)]
             assert await request("second") == 200 and await request("first") == 401
             replace(path, toml(one) + key("third").replace("sha256 = ", "sha265 = "))

@@ -181,7 +181,7 @@ async def trace_requests(exact: bool) -> Trace:
     }
     if exact:
         table["models"] = [{"name": "m", "tokenizer": str(TOKENIZER)}]
-    config = from_table(table)
+    config = from_table(table, experiment=True)
     service = Service(lambda: config)
     await service.start()
     if exact:

@@ -213,7 +213,7 @@ async def test_a_reload_starts_and_stops_the_capture(tmp_path: Path) -> None:
 
 def test_a_block_size_that_no_engine_has_is_rejected() -> None:
     with pytest.raises(ConfigError, match=r"capture\.block_size: 24 is not a power of two"):
-        from_table({"capture": {"block_size": 24}})
+        from_table({"capture": {"block_size": 24}}, experiment=True)
 
 
 def test_the_format_is_mooncakes_with_optional_fields() -> None:

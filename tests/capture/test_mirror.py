@@ -47,7 +47,7 @@ class RunningMirror:
 
 @asynccontextmanager
 async def mirror(folder: Path, output_tokens: int | None = None, **tables: Any) -> AsyncIterator[RunningMirror]:
-    made = Mirror(from_table(tables), output_tokens)
+    made = Mirror(from_table(tables, experiment=True), output_tokens)
     file = folder / "mirrored.jsonl"
     await made.start("127.0.0.1", 0, CaptureFile(file, 10_000_000))
     try:

@@ -100,7 +100,7 @@ async def test_an_applied_chart_serves_a_deployment_that_is_scaled_under_load(cl
         assert max(late.values()) < 0.5, "it was terminating"
         # a changed ConfigMap, which the kubelet would write to the volume, is reloaded
         data = router.config_map["data"]
-        data["warmroute.toml"] += "\n[limits]\nconnections = 1000\n"
+        data["warmroute.toml"] += "\n[limits]\nbody_bytes = 1000000\n"
         changed: Any = cluster.request("PATCH", router.config_map_path, {"data": data}, MERGE)
         router.file.write_text(changed["data"]["warmroute.toml"])
         await until(lambda: router.events("config_reloaded"), "reloaded")

@@ -95,6 +95,7 @@ async def keda(workload: Workload, port: int, seen: list[int]) -> None:
         await asyncio.sleep(0.2)
 
 
+@pytest.mark.usefixtures("experiment")
 async def test_the_chain_from_the_queue_to_a_serving_pod(cluster: Cluster) -> None:
     """From zero: a request waits, KEDA starts the first Pod, which serves it. More load, more Pods. No load, none."""
     port, workload, seen = free_port(), Workload(cluster, "chain"), list[int]()

@@ -163,7 +163,9 @@ async def test_a_reload_starts_changes_and_stops_sources(tmp_path: Path) -> None
             write_targets(tmp_path / f"{number}.json", engine)
 
         def config(*sources: dict[str, Any]) -> Config:
-            return from_table(quick_table(discovery=[{"kind": "file", **source} for source in sources]))
+            return from_table(
+                quick_table(discovery=[{"kind": "file", **source} for source in sources]), experiment=True
+            )
 
         def file(number: int) -> str:
             return str(tmp_path / f"{number}.json")
@@ -205,12 +207,12 @@ def test_contradictions_are_named() -> None:
         ({"kind": "kubernetes"}, "requires one of service, pod_selector and inference_pool"),
         ({"kind": "kubernetes", "service": "a", "pod_selector": "b"}, "requires one of service, pod_selector"),
         ({"kind": "kubernetes", "inference_pool": "a", "service": "b"}, "requires one of service, pod_selector"),
-        ({"kind": "kubernetes", "inference_pool": "a", "port": 1}, "remove port and port_name"),
+        ({"kind": "kubernetes", "inference_pool": "a", "port": 1}, "the InferencePool names the ports; remove port"),
         ({"kind": "consul"}, "unknown value 'consul'"),
         ({"kind": "dns", "dns_name": "a", "dns_server": "ns.test"}, "invalid format"),
     ):
         with pytest.raises(ConfigError, match=problem.replace("(", r"\(")):
-            from_table({"discovery": [table]})
+            from_table({"discovery": [table]}, experiment=True)
     with pytest.raises(ConfigError, match="two sources have the name 'file'"):
         from_table({"discovery": [{"kind": "file", "file": "a"}, {"kind": "file", "file": "b"}]})
 
@@ -220,6 +222,6 @@ def test_a_start_is_refused_without_a_key_or_a_cluster(tmp_path: Path) -> None:
         {"kind": "file", "file": "a", "api_key_env": "UNSET_VARIABLE"},
         {"kind": "kubernetes", "service": "a", "kubeconfig": str(tmp_path / "none")},
     ]
-    report = check_startup(from_table({"discovery": table}))
+    report = check_startup(from_table({"discovery": table}, experiment=True))
     assert len(report.problems) == 2 and "discovery.kubeconfig (kubernetes)" in report.problems[0]
     assert report.problems[1].startswith("discovery.api_key_env: the environment variable UNSET_VARIABLE")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from support.free_port import free_port
 
 from warmroute.app.main import main
 from warmroute.config import from_table
+from warmroute.config.file import BASIC_KEYS
 
 
 def test_the_configuration_names_what_nodes_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -32,6 +34,17 @@ def test_the_configuration_names_what_nodes_answer(tmp_path: Path, capsys: pytes
         assert main(["init", "--node", node.url, "--output", str(output)]) == 2
         assert "use --force" in capsys.readouterr().err
         assert main(["init", "--node", node.url, "--output", str(output), "--force"]) == 0
+
+
+def test_the_file_has_every_key_that_most_operators_set(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["init", "--node", f"127.0.0.1:{free_port()}"])
+    table, found = "", set()
+    for line in capsys.readouterr().out.splitlines():
+        if heading := re.match(r"(?:# )?\[+([a-z_]+)\]", line):
+            table = heading[1]
+        elif key := re.match(r"(?:# )?([a-z_0-9]+) = ", line):
+            found.add(f"{table}.{key[1]}")
+    assert found >= set(BASIC_KEYS) - {"models.name", "models.tokenizer"}  # these two if a node names a model
 
 
 def test_a_node_that_does_not_answer_is_written_with_the_reason(capsys: pytest.CaptureFixture[str]) -> None:

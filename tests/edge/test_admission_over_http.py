@@ -168,7 +168,7 @@ async def test_a_reload_changes_the_limits_and_keeps_what_was_used() -> None:
         limit = 2
 
         def config() -> Config:
-            return from_table(quick_table([engine], keys=keys(requests_per_min=limit)))
+            return from_table(quick_table([engine], keys=keys(requests_per_min=limit)), experiment=True)
 
         service = Service(config)
         await service.start()
@@ -356,7 +356,7 @@ async def test_a_reload_changes_the_routes() -> None:
         routes: list[dict[str, Any]] = []
 
         def config() -> Config:
-            return from_table(quick_table(made, routes=routes))
+            return from_table(quick_table(made, routes=routes), experiment=True)
 
         service = Service(config)
         await service.start()

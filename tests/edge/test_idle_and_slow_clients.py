@@ -13,6 +13,8 @@ from support.raw_client import RawConnection, chat, get, post
 from support.running_router import router
 from support.scripted_engine import engines
 
+from warmroute.edge.client_connection import LAST_REQUEST_S
+
 IDLE_CONNECTIONS = 3000
 
 
@@ -33,6 +35,16 @@ async def test_a_connection_without_a_request_is_closed_long_before_a_kept_one(e
         assert await fresh.is_closed(5.0)
         used.write(post())
         assert (await used.response()).status == 200
+
+
+async def test_only_a_router_that_stops_hurries_the_first_request() -> None:
+    async with engines() as [engine], router(engine, limits={"first_request_timeout_s": 20.0}) as r:
+        patient = await r.connect()
+        await asyncio.sleep(LAST_REQUEST_S + 0.4)
+        patient.write(post())
+        assert (await patient.response()).status == 200
+        r.service.listener.close_idle()
+        assert await (await r.connect()).is_closed(10.0)
 
 
 async def test_at_the_limit_the_oldest_connection_without_a_request_goes(encryption: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 from support.engine_scripts import HANG, SSE_HEAD, chunk, script
@@ -12,6 +13,7 @@ from support.running_router import router
 from support.scripted_engine import engines
 
 from warmroute.core.messages import Outcome
+from warmroute.edge.node_connection import NodeConnection
 from warmroute.edge.response import has_last_event
 
 TOKEN = b'data: {"choices":[{"delta":{"content":"[DONE]"}}]}\n\n'
@@ -59,3 +61,30 @@ async def test_a_client_that_leaves_after_the_last_event_has_its_response(
         assert r.service.counters.responses == ({200: 1} if complete else {})
         [call] = r.service.last_decisions.latest(1)
         assert call.usage == ((9, None, 3) if complete else None)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("tls", [False, True])
+async def test_the_kernel_passes_the_chunks_of_a_plain_stream_on(
+    tls: bool, certificate: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python sees the beginning and the end of a stream. It sees every chunk if the client speaks TLS."""
+    seen: list[bytes] = []
+    """Pieces with a chunk."""
+    receive = NodeConnection.data_received
+
+    def counted(self: NodeConnection, data: bytes) -> None:
+        if TOKEN in data:
+            seen.append(data)
+        receive(self, data)
+
+    monkeypatch.setattr(NodeConnection, "data_received", counted)
+    listen = certificate["listen"] if tls else {}
+    tokens: list[bytes | float] = [chunk(TOKEN), 0.02] * 20
+    async with engines() as [engine], router(engine, listen=listen) as r:
+        engine.behave = script(SSE_HEAD, *tokens, chunk(DONE) + b"0\r\n\r\n")
+        peer = await r.connect(**({"ssl": certificate["trusting"]} if tls else {}))
+        peer.write(post())
+        response = await peer.response()
+        assert response.complete and response.body.count(b"data: ") == 21
+    assert len(seen) >= 3 if tls else len(seen) <= 2  # a slow machine reads several chunks at once

@@ -62,7 +62,7 @@ async def test_no_engine_reads_a_request_that_the_router_did_not_judge(
     statuses: Counter[str] = Counter()
     with engine("httptools", by_httptools) as one, engine("h11", by_h11) as other:
         table = router_table([await address_of(one), await address_of(other)])
-        async with router({}, {}, config=from_table(table), check_leaks=False) as r:
+        async with router({}, {}, config=from_table(table, experiment=True), check_leaks=False) as r:
             await send_cases(r.port, [case(seed, number) for number in range(250)], statuses)
             comparison = Comparison(judged, {"httptools": by_httptools, "h11": by_h11})
             assert await comparison.compare() == []

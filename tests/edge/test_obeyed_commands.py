@@ -62,7 +62,7 @@ class Edge:
         self.tables = Tables(nodes={row.number: row for row in rows}, only_model="m")
         self.timers, self.sockets, self.counters = TimerWheel(time.monotonic), PlainSockets(), Counters()
         self.sockets.start()
-        config = from_table({"upstream": {"between_chunks_timeout_s": 20.0}, **tables})
+        config = from_table({"upstream": {"between_chunks_timeout_s": 20.0}, **tables}, experiment=True)
         self.pools = ConnectionPools(config.upstream, self.timers, self.sockets)
         self.proxy = Proxy(
             config, self.handle, lambda: False, lambda: self.tables,

@@ -26,7 +26,7 @@ def key(name: str, tenant: str = "a", **more: Any) -> dict[str, Any]:
 
 
 def reload_with(r: RunningRouter | RunningPicker, engine: ScriptedEngine, **tables: Any) -> None:
-    changed = from_table(quick_table([engine], **tables))
+    changed = from_table(quick_table([engine], **tables), experiment=True)
     r.service.config_reload.read_config = lambda: changed
     assert r.service.reload() is None
 

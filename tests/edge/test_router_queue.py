@@ -251,7 +251,7 @@ async def test_a_reload_of_admission_applies_to_queued_requests() -> None:
         tables: dict[str, Any] = {}
 
         def config() -> Config:
-            return from_table(quick_table([engine], routing=PRICE, **tables))
+            return from_table(quick_table([engine], routing=PRICE, **tables), experiment=True)
 
         service = Service(config)
         await service.start()

@@ -47,7 +47,7 @@ class WatchedFleet:
             "polling": {"interval_s": 0.1},
             "nodes": list(nodes),
         }
-        self.config = from_table(table)
+        self.config = from_table(table, experiment=True)
         self.fleet = Fleet(self.config.health)
         self.cache_view = CacheView(self.config.index)
         self.requested: list[str] = []
@@ -287,7 +287,7 @@ async def test_a_policy_without_events_says_nothing_about_the_node(
     caplog.set_level(logging.INFO, "warmroute")
     async with watching(start_engine()) as r:
         await r.until_subscribed()
-        r.watcher.reconfigure(from_table({"routing": {"policy": "round_robin"}}))
+        r.watcher.reconfigure(from_table({"routing": {"policy": "round_robin"}}, experiment=True))
         await until(lambda: not r.cache().ranks, "events unsubscribed")
         r.watcher.reconfigure(r.config)
         await r.until_subscribed()

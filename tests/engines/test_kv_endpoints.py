@@ -113,7 +113,7 @@ def test_endpoints_can_be_configured() -> None:
 @pytest.mark.parametrize("value", ["on", "ipc:///x", "tcp://host", "tcp://:x"])
 def test_an_invalid_configured_endpoint_is_rejected(value: str) -> None:
     with pytest.raises(ConfigError, match="kv_events"):
-        from_table({"nodes": [{"url": "http://h:1", "kv_events": value}]})
+        from_table({"nodes": [{"url": "http://h:1", "kv_events": value}]}, experiment=True)
 
 
 # Models.

@@ -249,7 +249,7 @@ def test_contradicting_stores_are_rejected() -> None:
         ({"kv_stores": [store], "nodes": [node]}, "no \\[\\[kv_stores\\]\\] has the name 't'"),
     ):
         with pytest.raises(ConfigError, match=problem):
-            from_table(table)
+            from_table(table, experiment=True)
 
 
 @pytest.mark.parametrize("restarted", [False, True])

@@ -21,6 +21,8 @@ from support.serve_process import serve
 from warmroute.config import ConfigError, from_table
 from warmroute.edge.envoy import ext_proc
 
+pytestmark = pytest.mark.usefixtures("experiment")
+
 CONTENT = b'data: {"choices":[{"delta":{"content":"hi"}}]}\n\n'
 
 

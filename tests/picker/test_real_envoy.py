@@ -19,7 +19,7 @@ from support.engine_processes import FakeEngine
 
 from warmroute.lab.demo.processes import Children
 
-pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.real, pytest.mark.timeout(900), pytest.mark.usefixtures("experiment")]
 
 MODES = [("buffered", "skipped"), ("buffered", "headers"), ("buffered", "streamed"), ("streamed", "streamed"),
          ("duplex", "duplex"), ("duplex", "headers")]  # fmt: skip

@@ -40,7 +40,7 @@ def test_the_configuration_has_the_same_defaults_as_the_code() -> None:
 
 def test_models_are_read_from_the_configuration_file() -> None:
     entry = {"name": "m", "default_chat_template_kwargs": {"enable_thinking": False, "n": 1, "f": 1.5, "s": "x"}}
-    config = from_table({"models": [entry], "prompts": {"discover_tokenizers": False}})
+    config = from_table({"models": [entry], "prompts": {"discover_tokenizers": False}}, experiment=True)
     assert config.models[0].default_chat_template_kwargs == entry["default_chat_template_kwargs"]
     assert not config.prompts.discover_tokenizers
 
@@ -52,7 +52,6 @@ def test_models_are_read_from_the_configuration_file() -> None:
         ({"models": [{"name": ""}]}, "models[0].name"),
         ({"models": [{"name": "a", "tokeniser": "x"}]}, "did you mean models.tokenizer?"),
         ({"models": [{"name": "a", "default_chat_template_kwargs": {"x": [1]}}]}, "default_chat_template_kwargs"),
-        ({"prompts": {"threads": 0}}, "prompts.threads"),
     ],
 )
 def test_an_invalid_models_table_is_refused(table: dict[str, Any], message: str) -> None:

@@ -97,7 +97,7 @@ def replayed(policy: str, seed: int) -> float:
     conditions = Conditions(seed=seed, form="tokens", islands={"local": Island(0.0)}, poll_interval_s=POLL_S)
     hardware = profile("l4-1.5b")
     specs = [NodeSpec(f"node{at}", hardware, blocks=BLOCKS, block_size=BLOCK) for at in range(2)]
-    world = World(specs, conditions, from_table(settings(policy)))
+    world = World(specs, conditions, from_table(settings(policy), experiment=True))
     world.run(prompts(seed), concurrency=CLIENTS, limit=REQUESTS)
     return 100.0 * float(summary(world)["hit_rate"])
 

@@ -32,7 +32,9 @@ def adapter_prompts(count: int, seed: int, tokens: int = 96) -> Iterator[Workloa
 def simulate(load_ms: float, prompts: Iterator[WorkloadPrompt], slots: int = 3) -> World:
     """Run three nodes that together have room for all adapters and take 200 ms to load one."""
     specs = [NodeSpec(f"node-{at}", PLAIN, adapters=ADAPTERS, max_loras=slots) for at in range(3)]
-    config: Config = from_table({"price": {"adapter_load_ms": load_ms}, "index": {"min_prompt_tokens": 16}})
+    config: Config = from_table(
+        {"price": {"adapter_load_ms": load_ms}, "index": {"min_prompt_tokens": 16}}, experiment=True
+    )
     world = World(specs, Conditions(seed=3), config)
     world.run(prompts)
     assert_all_requests_ended(world)

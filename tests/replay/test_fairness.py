@@ -92,7 +92,7 @@ def test_a_tenant_with_200_clients_does_not_keep_one_with_2_out_of_a_full_queue(
 
 def test_no_admitted_request_starves() -> None:
     """Without a queue limit every request is served, and low ones do not have to wait for all others."""
-    world = World(specs(1), NEAR, from_table({"admission": {"max_node_backlog_ms": 1}}))
+    world = World(specs(1), NEAR, from_table({"admission": {"max_node_backlog_ms": 1}}, experiment=True))
     last: dict[str, float] = {}
     request_ended = world.request_ended
 
@@ -116,7 +116,7 @@ def test_requests_meet_their_deadline_or_are_rejected() -> None:
 
     def run(deadline_ms: float, on_deadline: str = "advise", slow: bool = False) -> tuple[int, int]:
         routes = [{"name": "all", "ttft_deadline_ms": deadline_ms, "on_deadline": on_deadline}]
-        world = World(specs(2), NEAR, from_table({"routes": routes}))
+        world = World(specs(2), NEAR, from_table({"routes": routes}, experiment=True))
         if slow:  # and the router does not know it yet
             world.calendar.at(20_000.0, world.slow, "node-0", 5.0)
         world.run(poisson(requests.generate(Random(1)), 1.5, Random(2)), limit=200)

@@ -23,7 +23,7 @@ def simulate(rule: str, *, surviving: int = 0, outage: bool = True, **affinity: 
         islands={name: Island(round_trip_ms) for name, round_trip_ms in CLOUDS.items()},
         router_knows_islands=rule != "flat pool",
     )
-    config: Config = from_table({"island_affinity": affinity, "index": {"memory_bytes": 1 << 26}})
+    config: Config = from_table({"island_affinity": affinity, "index": {"memory_bytes": 1 << 26}}, experiment=True)
     world = IslandWorld(specs, conditions, config, nearest_only=rule == "nearest only")
     if outage:
         world.calendar.at(30_000.0, world.fail_island, "near", surviving)

@@ -12,7 +12,7 @@ from warmroute.lab.world import World
 
 def run(slow_from_s: float | None) -> tuple[World, list[tuple[str, float]]]:
     """Run 120 s of traffic on four nodes. Return the world, and which nodes were ejected when."""
-    config = from_table({"routing": {"policy": "overlap"}, "index": {"min_prompt_tokens": 16}})
+    config = from_table({"routing": {"policy": "overlap"}, "index": {"min_prompt_tokens": 16}}, experiment=True)
     world = World(specs(4), NEAR, config)
     ejected: list[tuple[str, float]] = []
 

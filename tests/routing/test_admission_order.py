@@ -121,7 +121,7 @@ def test_work_admitted_at_once_while_others_wait_is_charged_to_its_tenant() -> N
     harness.close(running)
 
 
-def test_of_two_tenants_the_one_with_less_admitted_work_goes_first() -> None:
+def test_priority_and_then_the_admitted_work_of_tenants_decide_who_goes_first() -> None:
     harness, running = one_busy_node()
     first, second, last = (harness.submit(40_000, tenant=tenant) for tenant in ("heavy", "heavy", "light"))
     harness.free(running)
@@ -133,6 +133,9 @@ def test_of_two_tenants_the_one_with_less_admitted_work_goes_first() -> None:
     for own, other, goes_before in (("light", "heavy", True), ("heavy", "light", False)):
         request = RoutingRequest(MODEL, tenant=own)
         assert queue.goes_before(request, decision, *by_tenant[other], False, harness.now_s) is goes_before
+    for priority, goes_before in ((HIGH, True), (LOW, False)):
+        request = RoutingRequest(MODEL, tenant="heavy", priority=priority)
+        assert queue.goes_before(request, decision, *by_tenant["light"], False, harness.now_s) is goes_before
 
 
 # No starvation behind a higher priority.

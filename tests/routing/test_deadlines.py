@@ -81,6 +81,13 @@ def test_an_idle_node_may_try() -> None:
     assert submit(harness, 200_000, ttft_ms=100, total_ms=200).admitted
 
 
+def test_a_node_that_never_had_a_request_may_try_when_the_clock_has_just_begun() -> None:
+    harness = known_fleet()
+    harness.now_s = 0.25
+    assert submit(harness, 2000, ttft_ms=50, ends_late=True).admitted
+    assert submit(harness, 2000, ttft_ms=50, ends_late=True).why == "deadline_ttft"
+
+
 def test_a_node_of_unknown_speed_may_try() -> None:
     harness = RoutingHarness(1, admission=AdmissionConfig(queue_at_router=False))
     harness.busy(harness.nodes[0], 4000)

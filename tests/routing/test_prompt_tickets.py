@@ -155,3 +155,17 @@ def test_the_expected_time_to_first_token_includes_the_work_ahead() -> None:
     assert first >= 4000 * speed and second >= 2 * first * 0.99
     node.queue_ms = 5000.0
     assert harness.busy(node, 4000).expected_ttft_ms >= 5000.0 + 4000 * speed
+
+
+def test_the_log_counts_the_requests_that_left_a_node_together(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    harness = RoutingHarness(2)
+    down = harness.nodes[0]
+    requests = [harness.submit_to(down, 100) for _ in range(3)]
+    for _ in range(10):
+        harness.fleet.check_failed(down, harness.now_s, "connection refused")
+        harness.advance(1.0)
+    harness.settle()
+    assert {request.node for request in requests} == {harness.nodes[1]}
+    [line] = [record.getMessage() for record in caplog.records if "requests_moved" in record.getMessage()]
+    assert "node=n0 requests=3" in line

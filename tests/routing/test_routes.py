@@ -96,7 +96,7 @@ def test_a_route_sets_priority_and_deadlines() -> None:
 )
 def test_an_invalid_route_is_rejected_with_its_key(routes: list[dict[str, object]], words: str) -> None:
     with pytest.raises(ConfigError) as rejected:
-        from_table({"routes": routes})
+        from_table({"routes": routes}, experiment=True)
     assert words in str(rejected.value)
 
 

@@ -6,7 +6,7 @@ import pytest
 from routing_harness import prompt
 from split_harness import SplitHarness, other
 
-from warmroute.core.messages import Outcome
+from warmroute.core.messages import UNKNOWN, Outcome, Role
 from warmroute.core.node import Ticket
 from warmroute.core.tickets import DecodeTicket
 
@@ -195,3 +195,21 @@ def test_a_request_that_the_decode_node_rejects_teaches_no_prefill_speed() -> No
     assert prefill.speed.answers == 0 and prefill.outcomes[Outcome.CANCELLED] == 1
     assert not harness.counters.split_requests
     harness.assert_all_counters_are_zero()
+
+
+def test_a_request_that_has_left_its_pair_is_prefilled_anew_for_the_next_decode_node() -> None:
+    """Its decode node fails, a node that takes no KV cache is next, and fails as well."""
+    harness = SplitHarness()
+    harness.add("whole", 400_000)
+    harness.fleet.drain("d1")
+    request = harness.submit_split(60_000)
+    request.prefilled()
+    request.fail(UNKNOWN)
+    assert request.sent == ["d0", "whole"]
+    harness.fleet.drain("d1", False)
+    request.fail(UNKNOWN)
+    assert [send.role for send in request.sends] == [Role.PREFILL, Role.DECODE, Role.MOVE, Role.PREFILL]
+    request.prefilled()
+    assert request.node.name == "d1"
+    harness.finish(request)
+    assert harness.node("p0").transfer_tokens == 0.0

@@ -100,6 +100,21 @@ def test_the_prefill_speed_is_learned_from_responses_without_decoding(output: in
     assert harness.nodes[0].speed.ms_per_token == pytest.approx(0.9 * 1000.0 / (4000 * 1.08), rel=0.1)
 
 
+def test_an_answer_counts_again_when_the_interval_after_the_last_one_has_passed() -> None:
+    harness = RoutingHarness(1)
+    times = harness.nodes[0].whole_answer_times
+    for _ in range(3):
+        harness.now_s = max(harness.now_s, times.next_s)
+        tickets = [send(harness, 2000) for _ in range(2)]
+        harness.advance(1.0)
+        times.next_s = harness.now_s
+        finish(harness, tickets[0], 10)
+        assert times.next_s > harness.now_s, "it counted"
+        next_s = times.next_s
+        finish(harness, tickets[1], 10)
+        assert times.next_s == next_s, "it came too soon"
+
+
 def test_a_node_that_rejects_long_prompts_at_once_does_not_appear_fast() -> None:
     harness = RoutingHarness(1)
     for _ in range(10):

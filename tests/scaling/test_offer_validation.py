@@ -92,7 +92,7 @@ def test_the_same_problem_is_logged_once(caplog: pytest.LogCaptureFixture) -> No
 
 def rejection(**table: Any) -> str:
     with pytest.raises(ConfigError) as error:
-        from_table({"provisioners": [table]})
+        from_table({"provisioners": [table]}, experiment=True)
     return str(error.value)
 
 
@@ -120,8 +120,8 @@ def test_a_configuration_that_does_not_fit_its_kind_is_rejected() -> None:
 def test_two_provisioners_with_one_name_are_rejected() -> None:
     one = {"kind": "process", "gpu": "L4"}
     with pytest.raises(ConfigError, match="two have the name 'process'"):
-        from_table({"provisioners": [one, one]})
-    assert len(from_table({"provisioners": [one, one | {"name": "second"}]}).provisioners) == 2
+        from_table({"provisioners": [one, one]}, experiment=True)
+    assert len(from_table({"provisioners": [one, one | {"name": "second"}]}, experiment=True).provisioners) == 2
 
 
 EC2 = {"kind": "ec2", "regions": ["a", "b"], "instance_types": ["t"], "launch_template": "l"}
@@ -143,8 +143,8 @@ def test_two_provisioners_that_would_share_machines_are_rejected(
     one: dict[str, Any], same: dict[str, Any], apart: dict[str, Any]
 ) -> None:
     with pytest.raises(ConfigError, match=r"would end each other's machines: (give|scale) each"):
-        from_table({"provisioners": [one, one | {"name": "second"} | same]})
-    assert len(from_table({"provisioners": [one, one | {"name": "second"} | apart]}).provisioners) == 2
+        from_table({"provisioners": [one, one | {"name": "second"} | same]}, experiment=True)
+    assert len(from_table({"provisioners": [one, one | {"name": "second"} | apart]}, experiment=True).provisioners) == 2
 
 
 @pytest.mark.parametrize(("kind", "library"), [("ec2", "boto3"), ("kubernetes", "lightkube")])
@@ -159,5 +159,5 @@ def test_a_missing_extra_is_a_configuration_error(kind: str, library: str, monke
 def test_the_configurations_in_the_docs_are_valid() -> None:
     text = (Path(__file__).resolve().parents[2] / "docs" / "reference" / "provisioners.md").read_text()
     shown = re.findall(r"^    \[\[provisioners\]\]\n(?:(?:    .*)?\n)+", text, re.MULTILINE)
-    kinds = [from_table(tomllib.loads(textwrap.dedent(one))).provisioners[0].kind for one in shown]
+    kinds = [from_table(tomllib.loads(textwrap.dedent(one)), experiment=True).provisioners[0].kind for one in shown]
     assert kinds == ["process", "kubernetes", "ec2", "skypilot", "command", "webhook"]

@@ -269,7 +269,7 @@ def test_contradicting_limits_are_rejected() -> None:
         ([{"role": "prefill", "min_nodes": 9}, {"role": "decode", "min_nodes": 9}], "sum of all min_nodes"),
     ):
         with pytest.raises(ConfigError, match=problem):
-            from_table({"scaling": {"enabled": True, "max_nodes": 16, "roles": roles}})
+            from_table({"scaling": {"enabled": True, "max_nodes": 16, "roles": roles}}, experiment=True)
 
 
 @pytest.mark.parametrize("decode", ["decode", "mixed"])
@@ -280,14 +280,17 @@ def test_a_maximum_below_one_node_of_each_pool_is_rejected(decode: str) -> None:
             for role in ("prefill", decode)
         ]
         scaling = {"enabled": True, "max_nodes": max_nodes, "roles": list(roles)}
-        from_table({"scaling": scaling, "provisioners": provisioners})
+        from_table({"scaling": scaling, "provisioners": provisioners}, experiment=True)
 
     check(2)
     with pytest.raises(ConfigError, match=r"max_nodes \(1\) is below the minimums of both pools: 1 prefill"):
         check(1)
     with pytest.raises(ConfigError, match="3 prefill and 1 decode"):
         check(3, {"role": "prefill", "min_nodes": 3})
-    from_table({"scaling": {"enabled": True, "max_nodes": 1}, "nodes": [{"url": "http://a:1", "role": "prefill"}]})
+    from_table(
+        {"scaling": {"enabled": True, "max_nodes": 1}, "nodes": [{"url": "http://a:1", "role": "prefill"}]},
+        experiment=True,
+    )
 
 
 # Nodes that change sides.

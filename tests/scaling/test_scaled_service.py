@@ -22,7 +22,9 @@ WAIT_S = 77.0
 def scaled(folder: Path, provisioner: dict[str, Any] | None = None, **scaling: Any) -> Config:
     settings = {"enabled": True, "min_nodes": 0, "first_node_wait_s": WAIT_S, **scaling}
     one = {"kind": "process", "gpu": "L4", "state_dir": str(folder), "port": 9650, **(provisioner or {})}
-    return from_table(quick_table([], scaling=settings, provisioners=[one] if provisioner != {} else []))
+    return from_table(
+        quick_table([], scaling=settings, provisioners=[one] if provisioner != {} else []), experiment=True
+    )
 
 
 async def test_no_request_waits_for_the_first_node_in_a_dry_run(tmp_path: Path) -> None:
@@ -133,7 +135,7 @@ async def test_provisioned_nodes_may_use_the_api_key_of_the_start_after_a_reload
 
 async def test_requests_wait_for_the_first_node_only_for_models_it_may_serve(tmp_path: Path) -> None:
     table = {**quick_table([]), "scaling": {"enabled": True, "min_nodes": 0}, "models": [{"name": "configured"}]}
-    service = Service(lambda: from_table(table))
+    service = Service(lambda: from_table(table, experiment=True))
 
     def refused(model: str) -> type[Exception]:
         with pytest.raises((NoNodeAvailable, UnknownModel)) as why:
@@ -149,7 +151,7 @@ async def test_requests_wait_for_the_first_node_only_for_models_it_may_serve(tmp
 
 
 def test_the_metrics_may_iterate_while_nodes_join() -> None:
-    service = Service(lambda: from_table(quick_table([])))
+    service = Service(lambda: from_table(quick_table([]), experiment=True))
     collections: tuple[Any, ...] = (service.fleet, service.fleet.islands, service.cache_view)
     for name in "ab":
         service.fleet.add(NodeConfig(url=f"http://{name}:1", name=name, island=name))

@@ -20,6 +20,8 @@ from support.serve_process import ServeProcess, serve
 from warmroute.config import ProvisionerConfig
 from warmroute.scaling.provisioners.process import TOKEN_VARIABLE, ProcessProvisioner
 
+pytestmark = pytest.mark.usefixtures("experiment")
+
 PATIENCE_S = 40.0
 CONFIG = """
 [listen]

@@ -478,5 +478,5 @@ def test_the_schedule_applies_by_day_and_time(day: int, clock: str, least: int) 
 )
 def test_contradicting_settings_are_rejected(table: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError) as error:
-        from_table({"scaling": table})
+        from_table({"scaling": table}, experiment=True)
     assert words in str(error.value)

@@ -19,6 +19,8 @@ from warmroute.config import ConfigError
 from warmroute.scaling.keda import SERVICE, messages
 from warmroute.scaling.lease import FileLease
 
+pytestmark = pytest.mark.usefixtures("experiment")
+
 EDGES = ("--edges", "2")
 
 

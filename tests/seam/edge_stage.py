@@ -115,7 +115,9 @@ class EdgeStage(CoreStage):
         self.pools = ConnectionPools(upstream, self.timers, self.sockets)
         ends_late = any(isinstance(line.event, Arrive) and line.event.fields.get("ends_late") for line in script.lines)
         routes = {"routes": [{"name": "late", "on_deadline": "end"}]} if ends_late else {}
-        config = msgspec.structs.replace(from_table(routes), keys=tuple(self._keys(script)), upstream=upstream)
+        config = msgspec.structs.replace(
+            from_table(routes, experiment=True), keys=tuple(self._keys(script)), upstream=upstream
+        )
         tables = FleetTables(self.fleet, self.router, self.admission, self.cache_view)
         self.proxy = Proxy(
             config, self.handle, lambda: self.brain.due_now, tables.current,

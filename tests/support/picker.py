@@ -68,6 +68,8 @@ class FakeEnvoy:
         self.more_time_s: list[float] = []
         self._reading: asyncio.Task[Any] | None = None
         """Of the first answer: the picker may reject a request before it has its body."""
+        self._sends_whole_body = False
+        """Whether Envoy sends the whole body in one message, which the decision then answers."""
 
     async def read(self) -> Any:
         while True:
@@ -98,7 +100,8 @@ class FakeEnvoy:
         await self.call.write(message)
         if body is None:
             return
-        if self.mode == BUFFERED:
+        self._sends_whole_body = self.mode == BUFFERED
+        if self._sends_whole_body:
             answer = await self.read()
             if answer is not grpc.aio.EOF and answer.HasField("immediate_response"):
                 self._early = answer
@@ -134,7 +137,9 @@ class FakeEnvoy:
                 one.header.key: one.header.raw_value.decode() for one in immediate.headers.set_headers
             }
             return answer
-        common = (first.request_body if first.HasField("request_body") else first.request_headers).response
+        answered = "request_body" if self._sends_whole_body else "request_headers"
+        assert first.HasField(answered)
+        common = getattr(first, answered).response
         mutation = common.header_mutation
         answer.headers = {one.header.key: one.header.raw_value.decode() for one in mutation.set_headers}
         answer.removed = list(mutation.remove_headers)
@@ -241,7 +246,9 @@ class RunningPicker:
 async def picker(
     *nodes: ScriptedEngine | BlackHole | dict[str, Any], wait: bool = True, **tables: Any
 ) -> AsyncIterator[RunningPicker]:
-    config = from_table(quick_table(nodes, **{"picker": {"port": 0, "message_timeout_s": 5.0}} | tables))
+    config = from_table(
+        quick_table(nodes, **{"picker": {"port": 0, "message_timeout_s": 5.0}} | tables), experiment=True
+    )
     service = Service(lambda: config, create_picker=picker_factory())
     loop, errors = asyncio.get_running_loop(), []
     loop.set_exception_handler(lambda _loop, context: errors.append(f"{context!r}"))

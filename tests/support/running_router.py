@@ -96,7 +96,7 @@ async def router(
     `check_leaks`: check that nothing is left at the end. `health_checks_hang`: a node does not answer its health
     checks, so that their connections may outlive the router. `wait_for_tokenizers`: those that the configuration names.
     """
-    config = config or from_table(quick_table(nodes, **tables))
+    config = config or from_table(quick_table(nodes, **tables), experiment=True)
     running = RunningRouter(Service(lambda: config))
     service = running.service
     loop = asyncio.get_running_loop()

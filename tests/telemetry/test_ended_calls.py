@@ -57,7 +57,7 @@ class Setting(RoutingHarness):
 
     def __init__(self, nodes: int = 1, **tables: Any) -> None:
         super().__init__(nodes)
-        config: Config = from_table(tables or LOGGED)
+        config: Config = from_table(tables or LOGGED, experiment=True)
         counters = Counters()
         self.brain = Brain(self.fleet, self.router, self.admission, counters)
         self.capture = TrafficCapture(Capture(block_size=16), counters, lambda: 0.0)
@@ -267,7 +267,7 @@ def test_a_sampled_request_that_fails_is_dropped() -> None:
 def test_turning_the_doctor_off_forgets_the_samples() -> None:
     setting = Setting(1, prompt_doctor={"enabled": True})
     setting.arrive()
-    setting.writer.reconfigure(from_table({"prompt_doctor": {"enabled": False}}))
+    setting.writer.reconfigure(from_table({"prompt_doctor": {"enabled": False}}, experiment=True))
     setting.tell(Ended(1, 1, 200, 0.0, None))
     setting.write()
     setting.advance(2.0)

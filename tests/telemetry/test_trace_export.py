@@ -202,7 +202,7 @@ async def test_a_path_in_the_endpoint_is_kept(collector: Collector) -> None:
 
 def test_otel_sdk_disabled_turns_tracing_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
-    assert create_tracing(from_table({"tracing": {"enabled": True}}).tracing, Counters()) is None
+    assert create_tracing(from_table({"tracing": {"enabled": True}}, experiment=True).tracing, Counters()) is None
 
 
 @pytest.mark.parametrize("endpoint", ["collector:4318", "ftp://collector", "http://", "http://a b:1", "http://c:x"])
@@ -212,7 +212,7 @@ def test_a_bad_endpoint_is_refused(endpoint: str) -> None:
 
 
 def test_unset_headers_are_a_problem_at_the_start() -> None:
-    config = from_table({"tracing": {"enabled": True, "headers_env": "NOT_SET_ANYWHERE"}})
+    config = from_table({"tracing": {"enabled": True, "headers_env": "NOT_SET_ANYWHERE"}}, experiment=True)
     assert any(
         "tracing.headers_env: the environment variable NOT_SET_ANYWHERE" in one
         for one in check_startup(config).problems
@@ -220,8 +220,8 @@ def test_unset_headers_are_a_problem_at_the_start() -> None:
 
 
 def test_what_a_reload_changes() -> None:
-    before = from_table({"tracing": {"sample_ratio": 0.1}})
-    after = from_table({"tracing": {"enabled": True, "sample_ratio": 0.5}})
+    before = from_table({"tracing": {"sample_ratio": 0.1}}, experiment=True)
+    after = from_table({"tracing": {"enabled": True, "sample_ratio": 0.5}}, experiment=True)
     assert keys_needing_restart(before, after) == ["tracing.enabled"]
 
 

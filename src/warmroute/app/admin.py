@@ -191,7 +191,7 @@ class Decisions:
             raise HttpError(
                 404,
                 f"The journal has no request {request_id[:200]!r}. It contains the last "
-                f"{self._decisions.config.max_decisions:,} requests (journal.max_decisions) that were sent to a node.",
+                f"{self._decisions.config.max_decisions:,} requests that were sent to a node.",
                 code="unknown_request",
             )
         return describe(call, self._wall_s)

@@ -10,6 +10,8 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
+import msgspec
+
 from warmroute.app import log as logs
 from warmroute.app.alerts import Alert
 from warmroute.app.metrics.page import Reloads
@@ -96,10 +98,13 @@ class ConfigReload:
         except ConfigError as error:
             log_rejected(error)
             return str(error)
-        if config == before:
+        for warning in config.warnings:
+            if warning not in before.warnings:
+                log.warning("config_warning", warning)
+        self.current = config
+        if msgspec.structs.replace(config, warnings=before.warnings) == before:
             log.info("config_unchanged")
             return None
-        self.current = config
         keys = self.needs_restart()
         if keys:
             log.warning("restart_required", "These changes take effect after a restart.", keys=",".join(keys))

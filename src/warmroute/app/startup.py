@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 # The start of the router: /ready answers 503 and requests wait until the router knows its nodes.
 #
 # Right after the start no node is checked, and the caches of nodes are unknown until their KV events are replayed. The
-# first requests would get 503 or go to the wrong node. `startup.max_wait_s` bounds the wait.
+# first requests would get 503 or go to the wrong node. `Startup.max_wait_s` bounds the wait.
 
 log = EventLog("warmroute.service")
 CHECK_S: Final = 0.02
@@ -136,7 +136,8 @@ def check_startup(config: Config) -> StartupReport:
     if not config.scaling.enabled:
         warnings = [f"{one} (the provisioner is unused while scaling.enabled is false)" for one in warnings]
     warnings += _state_warnings(config)
-    return StartupReport(problems, [*warnings, *_commands_without_port(config), *_unused_names(config)])
+    warnings = [*config.warnings, *warnings, *_commands_without_port(config), *_unused_names(config)]
+    return StartupReport(problems, warnings)
 
 
 def _errors_of(check: Callable[[], object]) -> list[str]:

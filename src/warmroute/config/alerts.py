@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from msgspec import Meta
 
-from warmroute.config.section import Section
+from warmroute.config.section import REMOVED, Section
 
 MAX_URL: Final = 2048
 SET_BY_THE_ROUTER: Final = frozenset(
@@ -29,16 +29,10 @@ class Alerts(Section, frozen=True):
     webhook_secret_env: Annotated[
         str, Meta(description="Environment variable with the value of `webhook_header`. Empty: no such header.")
     ] = ""
-    webhook_header: Annotated[
-        str,
-        Meta(
-            pattern=r"^[!#$%&'*+.^_`|~0-9A-Za-z-]{1,64}$",
-            description="Header that carries the secret, for example `Authorization` with the value `Bearer …`.",
-        ),
-    ] = "Authorization"
-    webhook_severity: Annotated[
-        Literal["critical", "warning", "info"], Meta(description="The least severe alerts that are sent.")
-    ] = "warning"
+    webhook_header: Annotated[str, Meta(pattern=r"^[!#$%&'*+.^_`|~0-9A-Za-z-]{1,64}$"), REMOVED] = "Authorization"
+    """Header that carries the secret. Most receivers read this one."""
+    webhook_severity: Annotated[Literal["critical", "warning", "info"], REMOVED] = "warning"
+    """The least severe alerts that are sent. An `info` asks nobody to act."""
 
 
 def alert_problems(alerts: Alerts) -> Iterator[str]:

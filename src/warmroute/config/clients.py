@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from msgspec import Meta
 
 from warmroute.config.routing import PriorityName
-from warmroute.config.section import Bytes, Count, Port, Seconds, Section
+from warmroute.config.section import REMOVED, Bytes, Count, Port, Seconds, Section
 
 # Settings of the client side: listeners, limits, API keys, logs, shutdown.
 
@@ -46,7 +46,8 @@ class Admin(Section, frozen=True):
         str, Meta(description="Address to listen on. Any address except loopback requires `token_sha256`.")
     ] = "127.0.0.1"
     port: Annotated[Port, Meta(description="TCP port. 0 picks a free port and logs it.")] = 8081
-    enabled: Annotated[bool, Meta(description="Start the admin listener.")] = True
+    enabled: Annotated[bool, REMOVED] = True
+    """Start the admin listener. By default only processes of this machine reach it."""
     token_sha256: Annotated[
         str,
         Meta(
@@ -60,46 +61,31 @@ class Admin(Section, frozen=True):
 class Limits(Section, frozen=True):
     """Limits on client connections and requests."""
 
-    header_bytes: Annotated[Bytes, Meta(description="Maximum size of a request head. Above: 431.")] = 32_768
+    header_bytes: Annotated[Bytes, REMOVED] = 32_768
+    """Maximum size of a request head. Above: 431. As large as those of common proxies in front."""
     body_bytes: Annotated[Bytes, Meta(description="Maximum size of a request body. Above: 413.")] = 33_554_432
-    buffered_bytes: Annotated[
-        Bytes,
-        Meta(
-            description="Maximum memory for all request bodies together. Above: 503 for further requests. With keys of "
-            "several tenants, each may take at most half of what the others leave."
-        ),
-    ] = 2_147_483_648
-    unread_bytes: Annotated[
-        Bytes,
-        Meta(
-            description="Maximum memory for what clients have not read of their responses. Above: the router "
-            "disconnects the slowest clients."
-        ),
-    ] = 1_073_741_824
-    connections: Annotated[
-        Count,
-        Meta(
-            description="Maximum number of client connections. When it is reached, a new connection takes the place of "
-            "the oldest one without a request, and gets 503 if there is none; the others are closed after their next "
-            "response."
-        ),
-    ] = 20_000
-    first_request_timeout_s: Annotated[
-        Seconds, Meta(description="Time after which the router closes a new connection that has sent nothing.")
-    ] = 10.0
-    header_timeout_s: Annotated[
-        Seconds, Meta(description="Time for a request head to arrive, from its first byte. Above: 408.")
-    ] = 10.0
-    body_timeout_s: Annotated[
-        Seconds, Meta(description="Time for a request body to arrive, after the head. Above: 408.")
-    ] = 60.0
-    idle_timeout_s: Annotated[
-        Seconds, Meta(description="Time after which the router closes a keep-alive connection without requests.")
-    ] = 75.0
-    stall_timeout_s: Annotated[
-        Seconds,
-        Meta(description="Time after which the router disconnects a client that reads no response data."),
-    ] = 120.0
+    buffered_bytes: Annotated[Bytes, REMOVED] = 2_147_483_648
+    """Maximum memory for all request bodies together: 64 of the largest. Above: 503 for further requests. With keys of
+    several tenants, each may take at most half of what the others leave."""
+    unread_bytes: Annotated[Bytes, REMOVED] = 1_073_741_824
+    """Maximum memory for what clients have not read of their responses. Above: the router disconnects the slowest
+    clients."""
+    connections: Annotated[Count, REMOVED] = 20_000
+    """Maximum number of client connections, as many as a core serves. When it is reached, a new connection takes the
+    place of the oldest one without a request, and gets 503 if there is none; the others are closed after their next
+    response."""
+    first_request_timeout_s: Annotated[Seconds, REMOVED] = 10.0
+    """Time after which the router closes a new connection that has sent nothing: such connections cost an attacker
+    nothing."""
+    header_timeout_s: Annotated[Seconds, REMOVED] = 10.0
+    """Time for a request head to arrive, from its first byte. Above: 408."""
+    body_timeout_s: Annotated[Seconds, REMOVED] = 60.0
+    """Time for a request body to arrive, after the head. Above: 408. The largest body takes it at 4.5 Mbit/s."""
+    idle_timeout_s: Annotated[Seconds, REMOVED] = 75.0
+    """Time after which the router closes a keep-alive connection without requests: longer than the 60 s of common load
+    balancers, which would otherwise send a request on a connection that closes."""
+    stall_timeout_s: Annotated[Seconds, REMOVED] = 120.0
+    """Time after which the router disconnects a client that reads no response data."""
 
 
 class Log(Section, frozen=True):
@@ -109,9 +95,8 @@ class Log(Section, frozen=True):
     format: Annotated[
         Literal["text", "json"], Meta(description="`text`: one line per event. `json`: one JSON object per line.")
     ] = "text"
-    requests: Annotated[
-        bool, Meta(description="Log one line per request, without its content. For debugging: it slows the router.")
-    ] = False
+    requests: Annotated[bool, REMOVED] = False
+    """Log one line per request, without its content. It slows the router; the journal has the same."""
 
 
 class State(Section, frozen=True):
@@ -139,15 +124,10 @@ class State(Section, frozen=True):
 class Startup(Section, frozen=True):
     """What happens at the start."""
 
-    max_wait_s: Annotated[
-        float,
-        Meta(
-            ge=0,
-            description="Maximum time for which /ready answers 503 and requests wait, until every node was checked, "
-            "its earlier KV events were replayed, and its tokenizer is loaded. Requests with a deadline or with "
-            "`X-Queue: no` do not wait.",
-        ),
-    ] = 10.0
+    max_wait_s: Annotated[float, Meta(ge=0), REMOVED] = 10.0
+    """Maximum time for which /ready answers 503 and requests wait, until every node was checked, its earlier KV events
+    were replayed, and its tokenizer is loaded. Requests with a deadline or with `X-Queue: no` do not wait. A node that
+    does not answer holds up a start no longer than this."""
 
 
 class Shutdown(Section, frozen=True):
@@ -229,14 +209,9 @@ class Picker(Section, frozen=True):
             "this much time instead of `message_timeout_s`. 0: Envoy's filter does not set it.",
         ),
     ] = 0.0
-    max_endpoints: Annotated[
-        int,
-        Meta(
-            ge=1,
-            le=MAX_ENDPOINTS,
-            description="Endpoints that the picker names for a request: the chosen node and its fallbacks, in order.",
-        ),
-    ] = 4
+    max_endpoints: Annotated[int, Meta(ge=1, le=MAX_ENDPOINTS), REMOVED] = 4
+    """Endpoints that the picker names for a request: the chosen node and three fallbacks, in order. Envoy rarely
+    retries more often."""
 
 
 def picker_problems(picker: Picker) -> Iterator[str]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Final, get_origin
+from typing import Annotated, Any, Final, get_origin
 
 import msgspec
 
@@ -51,6 +52,7 @@ from warmroute.config.records import Capture, Journal, Tracing, tracing_problems
 from warmroute.config.routing import Admission, Index, Pricing, RouteConfig, Routing, route_problems
 from warmroute.config.scaling import ProvisionerConfig, Scaling, provisioner_problems, scaling_problems
 from warmroute.config.section import (
+    NOT_IN_FILE,
     ConfigError,
     Section,
     choices_of,
@@ -58,6 +60,7 @@ from warmroute.config.section import (
     find_problems,
     keys_of,
     section_of,
+    without_removed_keys,
 )
 
 # Values of the configuration that contradict each other. Each problem is a sentence that names the keys.
@@ -112,7 +115,7 @@ def _listener_problems(config: Config) -> Iterator[str]:
     if admin.enabled:
         used.append(("admin.port", admin.host, admin.port))
     if scaling.enabled:
-        used.append(("scaling.keda_port", scaling.keda_host, scaling.keda_port))
+        used.append(("scaling.keda_port", scaling.keda_host or listen.host, scaling.keda_port))
     for number, (key, host, port) in enumerate(used):
         if not 0 <= port <= 65535:
             yield f"{key}: {port} is not a port; expected 0 to 65535"
@@ -215,6 +218,8 @@ class Config(Section, frozen=True):
     keys: tuple[KeyConfig, ...] = ()
     routes: tuple[RouteConfig, ...] = ()
     provisioners: tuple[ProvisionerConfig, ...] = ()
+    warnings: Annotated[tuple[str, ...], NOT_IN_FILE] = ()
+    """One for each removed key that the file still has."""
 
     @property
     def uses_kv_events(self) -> bool:
@@ -229,11 +234,15 @@ class Config(Section, frozen=True):
         return groups if len(set(groups.values())) > 1 else {}
 
 
+EXPERIMENT: Final = "WARMROUTE_EXPERIMENT"
+"""Environment variable that benchmarks and tests set to 1 for a command: its file may also set what is not a key."""
+
+
 def load(path: Path) -> Config:
     """Read a configuration file. Raises ConfigError, which names the file and each key with a problem."""
     table = read_table(path)
     try:
-        return from_table(table)
+        return from_table(table, experiment=os.environ.get(EXPERIMENT) == "1")
     except ConfigError as error:
         raise ConfigError(*(f"{path}: {problem}" for problem in error.problems)) from None
 
@@ -255,19 +264,19 @@ def read_table(path: Path) -> dict[str, Any]:
 
 
 def from_table(table: Mapping[str, Any], *, experiment: bool = False) -> Config:
-    """Build and check a Config. An experiment may also set values that are not in the file. Raises ConfigError."""
-    if experiment:
-        config = convert_section(Config, table)
-        check(config)
-        return config
-    found = list(find_problems(Config, table))
+    """Build and check a Config. A key that was removed gives a warning. An experiment may also set values that are not
+    in the file. Raises ConfigError."""
+    warnings: list[str] = []
+    if not experiment:
+        table, warnings = without_removed_keys(Config, table)
+    found = list(find_problems(Config, table, experiment=experiment))
     config = convert_section(Config, _without(table, [path for path, _problem in found]))
     # a value that was left out must not cause a problem of its own
     broken = [re.compile(rf"(?<![\w.]){re.escape(path)}(?![\w.])") for path, _problem in found]
     more = [one for one in contradictions(config) if not any(path.search(one) for path in broken)]
     if found or more:
         raise ConfigError(*(problem for _path, problem in found), *more)
-    return config
+    return msgspec.structs.replace(config, warnings=tuple(warnings))
 
 
 def _without(table: Mapping[str, Any], paths: Iterable[str]) -> dict[str, Any]:
@@ -296,12 +305,21 @@ def check(config: Config) -> None:
 
 RESTART_KEYS: Final = (
     "listen.host", "listen.port", "listen.unix_socket", "listen.tls_cert", "listen.tls_key", "admin", "cluster",
-    "state", "provisioners", "scaling.enabled", "scaling.lock_file", "scaling.keda_host", "scaling.keda_port",
-    "scaling.replay.enabled", "index.memory_bytes", "prompts.threads", "startup",
-    "alerts", "tracing.enabled", "tracing.endpoint", "tracing.headers_env", "tracing.service_name",
+    "state", "provisioners", "scaling.enabled", "scaling.lock_file", "scaling.keda_port", "index.memory_bytes",
+    "alerts", "tracing.enabled", "tracing.endpoint",
     "picker.host", "picker.port", "picker.tls_cert", "picker.tls_key", "picker.tls_client_ca",
 )  # fmt: skip
 """Tables and keys that a running router does not reload."""
+
+
+BASIC_KEYS: Final = (
+    "listen.host", "listen.port", "listen.tls_cert", "listen.tls_key", "admin.host", "admin.port", "admin.token_sha256",
+    "keys.tenant", "keys.sha256", "nodes.url", "nodes.island", "nodes.gpu", "nodes.api_key_env", "discovery.kind",
+    "discovery.file", "models.name", "models.tokenizer", "prompts.download_tokenizers", "state.directory", "log.level",
+    "log.format", "limits.body_bytes", "upstream.first_byte_timeout_s", "shutdown.delay_s", "shutdown.deadline_s",
+)  # fmt: skip
+"""What operators set: the reference begins with these keys, and `warmroute init` writes them. The others are for larger
+or unusual fleets."""
 
 
 def keys_needing_restart(before: Config, after: Config) -> list[str]:

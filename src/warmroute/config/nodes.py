@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Final, Literal
+from typing import Annotated, ClassVar, Final, Literal
 from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import Meta
 
-from warmroute.config.section import NOT_IN_FILE, ConfigError, Count, Port, Seconds, Section
+from warmroute.config.section import NOT_IN_FILE, REMOVED, ConfigError, Count, Port, Seconds, Section, keys_of
 
 # A node: its address, models, engine, island and KV events.
 
@@ -33,6 +33,12 @@ MaxInflight = Annotated[
 class NodeConfig(Section, frozen=True):
     """An engine endpoint."""
 
+    removed: ClassVar = {
+        "max_model_len": "what the engine reports",
+        "kv_store": "the store of its island",
+        "kv_replay": "what the engine reports",
+    }
+
     url: Annotated[str, Meta(description="Base URL: `http://host:port` or `https://host:port`.")]
     name: Annotated[
         str, Meta(description="Name in metrics, logs and the admin API, without control characters. Empty: host:port.")
@@ -40,14 +46,8 @@ class NodeConfig(Section, frozen=True):
     models: Annotated[
         tuple[str, ...], Meta(description="Models that the node serves. Empty: read from its /v1/models.")
     ] = ()
-    max_model_len: Annotated[
-        int,
-        Meta(
-            ge=0,
-            le=1_000_000_000,
-            description="Maximum number of prompt and output tokens together. 0: as the engine reports in /v1/models.",
-        ),
-    ] = 0
+    max_model_len: Annotated[int, Meta(ge=0, le=1000000000), REMOVED] = 0
+    """Maximum number of prompt and output tokens together. 0: as the engine reports in /v1/models."""
     max_inflight: MaxInflight = 0
     engine: Annotated[
         EngineName,
@@ -69,12 +69,8 @@ class NodeConfig(Section, frozen=True):
             description="Port of a prefill node's bootstrap server (SGLang's `--disaggregation-bootstrap-port`).",
         ),
     ] = 8998
-    kv_store: Annotated[
-        str,
-        Meta(
-            description="Shared KV store of the node: the name of a `[[kv_stores]]`. Empty: that of its island, if any."
-        ),
-    ] = ""
+    kv_store: Annotated[str, REMOVED] = ""
+    """Shared KV store of the node: the name of a `[[kv_stores]]`. Empty: that of its island, if any."""
     island: Annotated[
         str, Meta(description="Island of the node: provider and region, for example `aws/us-east-1`.")
     ] = "local"
@@ -94,13 +90,8 @@ class NodeConfig(Section, frozen=True):
             "(`*`: the node's host).",
         ),
     ] = "auto"
-    kv_replay: Annotated[
-        str,
-        Meta(
-            pattern="^(tcp://.+:[0-9]+)?$",
-            description="Endpoint that replays missed KV events: `tcp://host:port`. Empty: from the engine.",
-        ),
-    ] = ""
+    kv_replay: Annotated[str, Meta(pattern="^(tcp://.+:[0-9]+)?$"), REMOVED] = ""
+    """Endpoint that replays missed KV events: `tcp://host:port`. Empty: from the engine."""
 
 
 def node_name(node: NodeConfig) -> str:
@@ -138,11 +129,13 @@ class IslandConfig(Section, frozen=True):
     """An island: nodes that share a cheap network. An island without this table has a measured round trip and no
     egress cost."""
 
+    removed: ClassVar = {
+        "round_trip_ms": "what health checks measure",
+    }
+
     name: Annotated[str, Meta(min_length=1, description="Name that nodes use, for example `aws/us-east-1`.")]
-    round_trip_ms: Annotated[
-        float,
-        Meta(ge=0, description="Network round trip between the router and the island. 0: measured by health checks."),
-    ] = 0.0
+    round_trip_ms: Annotated[float, Meta(ge=0), REMOVED] = 0.0
+    """Network round trip between the router and the island. 0: measured by health checks."""
     egress_usd_per_gb: Annotated[
         float,
         Meta(ge=0, description="Cost of traffic between the router and the island, for requests and responses."),
@@ -150,19 +143,14 @@ class IslandConfig(Section, frozen=True):
 
 
 class IslandAffinity(Section, frozen=True):
-    """When a conversation leaves its island, for the policy `price` and models with nodes on several islands."""
+    """When a conversation leaves its island, for the policy `price` and models with nodes on several islands. The file
+    sets none of this."""
 
-    max_delay_ms: Annotated[
-        float,
-        Meta(
-            ge=0,
-            description="A conversation leaves its island if its first token would come this much later there than "
-            "on another island.",
-        ),
-    ] = 1000.0
-    gpu_usd_per_hour: Annotated[
-        float, Meta(gt=0, description="Cost of a GPU. The router uses it to convert egress cost into time.")
-    ] = 2.0
+    max_delay_ms: Annotated[float, Meta(ge=0), REMOVED] = 1000.0
+    """A conversation leaves its island if its first token would come this much later there than on another island: a
+    second is what a reader notices, and a conversation that left prefills its whole history again."""
+    gpu_usd_per_hour: Annotated[float, Meta(gt=0), REMOVED] = 2.0
+    """Cost of a GPU. The router uses it to convert egress cost into time. Rented L4 to H100 cost 0.7 to 4 USD."""
     enabled: Annotated[bool, NOT_IN_FILE] = True
     """Off: the router prices every turn of a conversation on all islands."""
 
@@ -182,13 +170,11 @@ def island_problems(islands: Sequence[IslandConfig]) -> Iterator[str]:
 class KvStoreConfig(Section, frozen=True):
     """A KV store that several nodes read and write. What one of them has prefilled, the others can load."""
 
-    name: Annotated[str, Meta(min_length=1, description="Name, for `nodes.kv_store` and the metrics.")]
+    name: Annotated[str, Meta(min_length=1, description="Name in metrics.")]
     capacity_tokens: Annotated[
         Count, Meta(description="Tokens that fit: the store's bytes divided by the bytes of KV cache per token.")
     ]
-    island: Annotated[
-        str, Meta(description="All nodes of this island use the store. Empty: those with `nodes.kv_store`.")
-    ] = ""
+    island: Annotated[str, Meta(description="All nodes of this island use the store. Empty: none.")] = ""
 
 
 def kv_store_of(node: NodeConfig, stores: Sequence[KvStoreConfig]) -> str:
@@ -220,6 +206,16 @@ DEFAULT_ENGINE_PORT = 8000
 class DiscoveryConfig(Section, frozen=True):
     """A source of nodes that somebody else starts. Each kind takes only some of the keys (docs/guides/discovery.md)."""
 
+    removed: ClassVar = {
+        "models": "what the nodes report",
+        "gpu": "what the source reports",
+        "usd_per_hour": "what the source reports",
+        "max_inflight": "no limit",
+        "kv_replay": "what the engine reports",
+        "dns_server": "/etc/resolv.conf",
+        "port_name": "the only port, or `port`",
+    }
+
     kind: Annotated[Literal["file", "dns", "kubernetes"], Meta(description="Kind of source.")]
     name: Annotated[str, Meta(description="Name in metrics, logs and the admin API. Empty: the kind.")] = ""
     scheme: Annotated[
@@ -232,20 +228,20 @@ class DiscoveryConfig(Section, frozen=True):
             "Without one, 8000."
         ),
     ] = 0
-    models: Annotated[
-        tuple[str, ...], Meta(description="Models that the nodes serve. Empty: read from their /v1/models.")
-    ] = ()
-    engine: Annotated[
-        EngineName,
-        Meta(description="Engine of the nodes. `auto`: detected from their metrics."),
-    ] = "auto"
+    models: Annotated[tuple[str, ...], REMOVED] = ()
+    """Models that the nodes serve. Empty: read from their /v1/models."""
+    engine: Annotated[EngineName, REMOVED] = "auto"
+    """Engine of the nodes. `auto`: detected from their metrics."""
     role: Annotated[Role, Meta(description="Role of the nodes that name none themselves.")] = "mixed"
     island: Annotated[
         str, Meta(description="Island of the nodes. Empty: as the source reports it, otherwise `local`.")
     ] = ""
-    gpu: Annotated[str, Meta(description="GPU of the nodes. Empty: as the source reports it.")] = ""
-    usd_per_hour: Annotated[float, Meta(ge=0, description="Cost of each node. 0: unknown.")] = 0.0
-    max_inflight: MaxInflight = 0
+    gpu: Annotated[str, REMOVED] = ""
+    """GPU of the nodes. Empty: as the source reports it."""
+    usd_per_hour: Annotated[float, Meta(ge=0), REMOVED] = 0.0
+    """Cost of each node. 0: unknown."""
+    max_inflight: Annotated[MaxInflight, REMOVED] = 0
+    """Requests that the router sends to a node at the same time. 0: no limit."""
     api_key_env: Annotated[str, Meta(description="Environment variable with the API key that the engines require.")] = (
         ""
     )
@@ -256,13 +252,8 @@ class DiscoveryConfig(Section, frozen=True):
             description="Endpoint of each node's KV events: `auto`, `off`, or `tcp://*:PORT` (`*`: the node's host).",
         ),
     ] = "auto"
-    kv_replay: Annotated[
-        str,
-        Meta(
-            pattern="^(tcp://.+:[0-9]+)?$",
-            description="Endpoint that replays missed KV events: `tcp://*:PORT`. Empty: from the engine.",
-        ),
-    ] = ""
+    kv_replay: Annotated[str, Meta(pattern="^(tcp://.+:[0-9]+)?$"), REMOVED] = ""
+    """Endpoint that replays missed KV events: `tcp://*:PORT`. Empty: from the engine."""
 
     file: Annotated[
         str, Meta(description="file: targets in the format of Prometheus' file_sd: JSON, or YAML (.yml, .yaml).")
@@ -270,17 +261,12 @@ class DiscoveryConfig(Section, frozen=True):
 
     dns_name: Annotated[str, Meta(description="dns: the name to resolve.")] = ""
     record_type: Annotated[Literal["A", "AAAA", "SRV"], Meta(description="dns: records to resolve.")] = "A"
-    dns_server: Annotated[
-        str,
-        Meta(
-            pattern=r"^([0-9.]+(:[0-9]+)?|\[[0-9A-Fa-f:]+\](:[0-9]+)?)?$",
-            description="dns: address of the DNS server: `10.0.0.53`, `10.0.0.53:8600` or `[fd00::53]:53`. Empty: as "
-            "/etc/resolv.conf says.",
-        ),
-    ] = ""
-    max_refresh_s: Annotated[
-        Seconds, Meta(description="dns: longest time between two resolutions. A record's TTL may be shorter.")
-    ] = 30.0
+    dns_server: Annotated[str, Meta(pattern=r"^([0-9.]+(:[0-9]+)?|\[[0-9A-Fa-f:]+\](:[0-9]+)?)?$"), REMOVED] = ""
+    """dns: address of the DNS server: `10.0.0.53`, `10.0.0.53:8600` or `[fd00::53]:53`. Empty: as /etc/resolv.conf
+    says."""
+    max_refresh_s: Annotated[Seconds, REMOVED] = 30.0
+    """dns: longest time between two resolutions. A record's TTL may be shorter: half a minute is how long a new node
+    waits."""
 
     service: Annotated[str, Meta(description="kubernetes: Service whose EndpointSlices list the nodes.")] = ""
     pod_selector: Annotated[
@@ -293,7 +279,8 @@ class DiscoveryConfig(Section, frozen=True):
             "Its InferenceObjectives set the priorities of requests that reach `warmroute picker`."
         ),
     ] = ""
-    port_name: Annotated[str, Meta(description="kubernetes: name of the port, if a Service or a Pod has several.")] = ""
+    port_name: Annotated[str, REMOVED] = ""
+    """kubernetes: name of the port, if a Service or a Pod has several. Empty: the only one, or that of `port`."""
     namespace: Annotated[
         str, Meta(description="kubernetes: namespace of the Service or of the Pods. Empty: that of the context.")
     ] = ""
@@ -308,7 +295,8 @@ class DiscoveryConfig(Section, frozen=True):
             "USER, LANG, LC_*, TZ, TMPDIR, KUBECONFIG and KUBERNETES_*. A `*` at the end stands for any rest: `AWS_*`."
         ),
     ] = ()
-    timeout_s: Annotated[Seconds, Meta(description="dns, kubernetes: timeout of a request to the source.")] = 10.0
+    timeout_s: Annotated[Seconds, REMOVED] = 10.0
+    """dns, kubernetes: timeout of a request to the source. The nodes that are known stay meanwhile."""
 
     @property
     def label(self) -> str:
@@ -343,9 +331,10 @@ def discovery_problems(sources: tuple[DiscoveryConfig, ...]) -> Iterator[str]:
 
 def _problems(one: DiscoveryConfig) -> Iterator[str]:
     keys = _KEYS_OF_KIND[one.kind] | _COMMON_KEYS
+    named = sorted(keys & keys_of(DiscoveryConfig).keys())
     for field in msgspec.structs.fields(DiscoveryConfig):
         if field.name not in keys and getattr(one, field.name) != field.default:
-            yield f"discovery.{field.name}: kind {one.kind!r} does not have this key; it has {', '.join(sorted(keys))}"
+            yield f"discovery.{field.name}: kind {one.kind!r} does not have this key; it has {', '.join(named)}"
     if one.kind == "file" and not one.file:
         yield f"discovery.file: kind 'file' requires it ({one.label})"
     if one.kind == "dns" and not one.dns_name:
@@ -353,7 +342,7 @@ def _problems(one: DiscoveryConfig) -> Iterator[str]:
     if one.kind == "kubernetes" and sum(map(bool, (one.service, one.pod_selector, one.inference_pool))) != 1:
         yield f"discovery: kind 'kubernetes' requires one of service, pod_selector and inference_pool ({one.label})"
     if one.inference_pool and (one.port or one.port_name):
-        yield f"discovery: the InferencePool names the ports; remove port and port_name ({one.label})"
+        yield f"discovery: the InferencePool names the ports; remove port ({one.label})"
 
 
 # How the router talks to nodes: connections, health checks, polling of their metrics.
@@ -362,18 +351,16 @@ def _problems(one: DiscoveryConfig) -> Iterator[str]:
 class Upstream(Section, frozen=True):
     """Connections to nodes."""
 
-    connect_timeout_s: Annotated[Seconds, Meta(description="Time to connect to a node, including TLS.")] = 2.0
+    connect_timeout_s: Annotated[Seconds, REMOVED] = 2.0
+    """Time to connect to a node, including TLS: a lost SYN is sent again after one second, and has another one."""
     first_byte_timeout_s: Annotated[
         Seconds,
         Meta(description="Time for a node to start its response. Without streaming, it starts when it is complete."),
     ] = 600.0
-    between_chunks_timeout_s: Annotated[Seconds, Meta(description="Maximum time between two chunks of a response.")] = (
-        120.0
-    )
-    idle_timeout_s: Annotated[
-        Seconds,
-        Meta(description="Time the router keeps an unused connection. Must be below the node's own: 5 s for vLLM."),
-    ] = 4.0
+    between_chunks_timeout_s: Annotated[Seconds, REMOVED] = 120.0
+    """Maximum time between two chunks of a response. An engine that swaps or preempts a stream pauses for seconds."""
+    idle_timeout_s: Annotated[Seconds, REMOVED] = 4.0
+    """Time the router keeps an unused connection: below the 5 s after which vLLM and SGLang close it."""
     max_attempts: Annotated[
         int,
         Meta(
@@ -388,80 +375,64 @@ class Upstream(Section, frozen=True):
 
 
 class Health(Section, frozen=True):
-    """Health checks and circuit breakers."""
+    """Health checks and circuit breakers. The file sets none of this."""
 
-    interval_s: Annotated[Seconds, Meta(description="Time between two health checks of a node, plus jitter.")] = 1.0
-    timeout_s: Annotated[Seconds, Meta(description="Timeout of a health check and of a metrics read.")] = 2.0
-    path: Annotated[str, Meta(description="Path of the health check.", pattern="^/")] = "/health"
-    consecutive_timeouts: Annotated[
-        Count,
-        Meta(
-            description="Consecutive health check timeouts after which a node is down, unless it answers requests "
-            "in the meantime."
-        ),
-    ] = 3
-    consecutive_failures: Annotated[
-        Count, Meta(description="Consecutive failed requests after which the circuit breaker of a node opens.")
-    ] = 5
-    breaker_open_s: Annotated[
-        Seconds, Meta(description="Time for which a circuit breaker opens at first. It doubles with each failed trial.")
-    ] = 0.5
-    breaker_open_max_s: Annotated[Seconds, Meta(description="Maximum time for which a circuit breaker opens.")] = 15.0
-    slow_start_s: Annotated[
-        float,
-        Meta(ge=0, description="Time over which the traffic of a recovered node rises to its full share. 0: at once."),
-    ] = 10.0
+    interval_s: Annotated[Seconds, REMOVED] = 1.0
+    """Time between two health checks of a node, plus jitter: a node that hangs is noticed within seconds."""
+    timeout_s: Annotated[Seconds, REMOVED] = 2.0
+    """Timeout of a health check and of a metrics read. A busy engine answers late; `consecutive_timeouts` allows it."""
+    path: Annotated[str, Meta(pattern="^/"), REMOVED] = "/health"
+    """Path of the health check, the same for vLLM, SGLang and TensorRT-LLM."""
+    consecutive_timeouts: Annotated[Count, REMOVED] = 3
+    """Consecutive health check timeouts after which a node is down, unless it answers requests in the meantime: an
+    engine that compiles or loads an adapter misses one or two."""
+    consecutive_failures: Annotated[Count, REMOVED] = 5
+    """Consecutive failed requests after which the circuit breaker of a node opens: as in Envoy's outlier detection."""
+    breaker_open_s: Annotated[Seconds, REMOVED] = 0.5
+    """Time for which a circuit breaker opens at first. It doubles with each failed trial, so half a second costs a dead
+    node few trials, and one that only stumbled is back soon."""
+    breaker_open_max_s: Annotated[Seconds, REMOVED] = 15.0
+    """Maximum time for which a circuit breaker opens: a restarted engine waits no longer for its first request."""
+    slow_start_s: Annotated[float, Meta(ge=0), REMOVED] = 10.0
+    """Time over which the traffic of a recovered node rises to its full share: its cache is empty. 0: at once."""
 
 
 class Hedging(Section, frozen=True):
-    """Sending a request that waits too long for its first token to a second node as well."""
+    """Sending a request that waits too long for its first token to a second node, too. The file sets none of this."""
 
-    max_ratio: Annotated[
-        float,
-        Meta(ge=0, le=1, description="Maximum share of requests that the router hedges, beside ten at once. 0: none."),
-    ] = 0.05
-    factor: Annotated[
-        float,
-        Meta(ge=1, description="A first token is overdue after this many times the time that the router expected."),
-    ] = 5.0
-    min_delay_s: Annotated[
-        Seconds, Meta(description="A first token is not overdue before this time, whatever the router expected.")
-    ] = 2.0
+    max_ratio: Annotated[float, Meta(ge=0, le=1), REMOVED] = 0.05
+    """Maximum share of requests that the router hedges, beside ten at once: few enough not to load a fleet that is
+    merely slow. 0: none."""
+    factor: Annotated[float, Meta(ge=1), REMOVED] = 5.0
+    """A first token is overdue after this many times the time that the router expected: estimates of a node that works
+    are rarely wrong by more."""
+    min_delay_s: Annotated[Seconds, REMOVED] = 2.0
+    """A first token is not overdue before this time, whatever was expected: as long as a health check."""
 
 
 class OutlierDetection(Section, frozen=True):
-    """Ejection of nodes that answer far worse than their peers."""
+    """Ejection of nodes that answer far worse than their peers. The file sets none of this."""
 
-    interval_s: Annotated[
-        Seconds,
-        Meta(description="Time over which the requests of a node are judged. A slow one is ejected after this time."),
-    ] = 10.0
-    min_requests: Annotated[Count, Meta(description="A node with fewer requests in this time is not judged.")] = 10
-    failure_ratio: Annotated[
-        float, Meta(ge=0, le=1, description="Share of failed requests from which on a node is ejected. 0: never.")
-    ] = 0.5
-    slow_factor: Annotated[
-        float,
-        Meta(
-            ge=0,
-            description="A node is ejected if its prompt tokens take this many times as long as before, unless other "
-            "nodes slow down as well, or as on other nodes with the same `gpu`. 0: never.",
-        ),
-    ] = 5.0
-    ejection_s: Annotated[
-        Seconds,
-        Meta(description="Time of a node's first ejection. Each further one takes this much longer, up to 300 s."),
-    ] = 30.0
-    max_ejected_ratio: Annotated[
-        float,
-        Meta(
-            ge=0, le=1, description="A node is not ejected if more than this share of its model's nodes would be out."
-        ),
-    ] = 0.5
+    interval_s: Annotated[Seconds, REMOVED] = 10.0
+    """Time over which the requests of a node are judged. A slow one is ejected after this time. As in Envoy."""
+    min_requests: Annotated[Count, REMOVED] = 10
+    """A node with fewer requests in this time is not judged: five failures of ten are hardly chance."""
+    failure_ratio: Annotated[float, Meta(ge=0, le=1), REMOVED] = 0.5
+    """Share of failed requests from which on a node is ejected. 0: never. Below half, most are served there."""
+    slow_factor: Annotated[float, Meta(ge=0), REMOVED] = 5.0
+    """A node is ejected if its prompt tokens take this many times as long as before, unless other nodes slow down as
+    well, or as on other nodes with the same `gpu`. 0: never. Other mixes of prompts change the time by less."""
+    ejection_s: Annotated[Seconds, REMOVED] = 30.0
+    """Time of a node's first ejection. Each further one takes this much longer, up to 300 s. As in Envoy."""
+    max_ejected_ratio: Annotated[float, Meta(ge=0, le=1), REMOVED] = 0.5
+    """A node is not ejected if more than this share of its model's nodes would be out: if most nodes are bad, the load
+    or the requests are at fault."""
 
 
 class Polling(Section, frozen=True):
-    """Polling of the nodes' own metrics."""
+    """Polling of the nodes' own metrics. The file sets none of this."""
 
-    interval_s: Annotated[Seconds, Meta(description="Time between two reads of a node's /metrics, plus jitter.")] = 1.0
-    stale_s: Annotated[Seconds, Meta(description="Age after which the router ignores a node's metrics.")] = 5.0
+    interval_s: Annotated[Seconds, REMOVED] = 1.0
+    """Time between two reads of a node's /metrics, plus jitter. Between them, the router counts its own requests."""
+    stale_s: Annotated[Seconds, REMOVED] = 5.0
+    """Age after which the router ignores a node's metrics: a few reads may fail."""

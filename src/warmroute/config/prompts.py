@@ -2,39 +2,35 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
 
-from warmroute.config.section import Bytes, Count, Section
+from warmroute.config.section import REMOVED, Bytes, Count, Section
 
 
 class Prompts(Section, frozen=True):
     """How the router converts prompts into tokens."""
 
-    cache_bytes: Annotated[Bytes, Meta(description="Memory per model for the tokens of recent conversations.")] = (
-        134_217_728
-    )
-    discover_tokenizers: Annotated[
-        bool,
-        Meta(
-            description="Load a tokenizer from the local path that a node reports in its /v1/models, or from this "
-            "machine's Hugging Face cache if the node reports a hub name."
-        ),
-    ] = True
+    cache_bytes: Annotated[Bytes, REMOVED] = 134_217_728
+    """Memory per model for the tokens of recent conversations. A longer one is encoded again."""
+    discover_tokenizers: Annotated[bool, REMOVED] = True
+    """Load a tokenizer from the local path that a node reports in its /v1/models, or from this machine's Hugging Face
+    cache if the node reports a hub name. It needs no network."""
     download_tokenizers: Annotated[
         bool,
         Meta(
             description="Download the tokenizer files of a hub name that is not in the cache, from HF_ENDPOINT with "
-            "HF_TOKEN. Needs `discover_tokenizers`."
+            "HF_TOKEN."
         ),
     ] = False
     remote_tokenize: Annotated[
         bool,
         Meta(description="Use a node's /tokenize for models without a local tokenizer. This costs a round trip."),
     ] = False
-    threads: Annotated[Count, Meta(description="Threads that tokenize prompts.")] = 1
+    threads: Annotated[Count, REMOVED] = 1
+    """Threads that tokenize prompts. One encodes faster than an engine prefills."""
 
 
 class PromptDoctor(Section, frozen=True):
@@ -52,6 +48,10 @@ class PromptDoctor(Section, frozen=True):
 class ModelConfig(Section, frozen=True):
     """The tokenizer and the chat template of a model. They must match those of its engines."""
 
+    removed: ClassVar = {
+        "max_model_len": "what the nodes report",
+    }
+
     name: Annotated[str, Meta(min_length=1, description="Name of the model in requests.")]
     tokenizer: Annotated[
         str,
@@ -60,24 +60,15 @@ class ModelConfig(Section, frozen=True):
     chat_template: Annotated[
         str, Meta(description="File with the engines' chat template. Empty: the template of the model.")
     ] = ""
-    chat_template_content_format: Annotated[
-        Literal["auto", "string", "openai"],
-        Meta(description="Format of message contents for the template. `auto`: detected, as vLLM does."),
-    ] = "auto"
+    chat_template_content_format: Annotated[Literal["auto", "string", "openai"], REMOVED] = "auto"
+    """Format of message contents for the template. `auto`: detected from the template, as vLLM does."""
     default_chat_template_kwargs: Annotated[
         dict[str, bool | int | float | str],
         Meta(description="Template variables that the engines set if the request does not."),
     ] = msgspec.field(default_factory=dict)
-    trust_request_chat_template: Annotated[
-        bool, Meta(description="The engines accept a chat template in the request.")
-    ] = False
-    exclude_tools_when_tool_choice_none: Annotated[
-        bool, Meta(description='The engines omit tools from the prompt if `tool_choice` is "none".')
-    ] = False
-    max_model_len: Annotated[
-        int,
-        Meta(
-            ge=0,
-            description="Maximum number of prompt and output tokens together. 0: as the nodes report, or unknown.",
-        ),
-    ] = 0
+    trust_request_chat_template: Annotated[bool, REMOVED] = False
+    """The engines accept a chat template in the request. vLLM does not by default."""
+    exclude_tools_when_tool_choice_none: Annotated[bool, REMOVED] = False
+    """The engines omit tools from the prompt if `tool_choice` is "none". vLLM does not by default."""
+    max_model_len: Annotated[int, Meta(ge=0), REMOVED] = 0
+    """Maximum number of prompt and output tokens together. 0: as the nodes report, or unknown."""

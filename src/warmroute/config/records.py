@@ -3,37 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 from urllib.parse import urlsplit
 
 from msgspec import Meta
 
-from warmroute.config.section import Bytes, Section
+from warmroute.config.section import REMOVED, Bytes, Section
 
 # Settings of the decision journal.
 
 
 class Journal(Section, frozen=True):
-    """Recent routing decisions and their reasons, for `warmroute explain`. It never contains user text, except, with
-    `error_text`, what engines repeat of it in errors."""
+    """Recent routing decisions and their reasons, for `warmroute explain`. It never contains user text."""
 
-    max_decisions: Annotated[
-        int, Meta(ge=0, le=1_000_000, description="Decisions kept in memory, 1 to 15 KB each. 0: none.")
-    ] = 1000
+    max_decisions: Annotated[int, Meta(ge=0, le=1000000), REMOVED] = 1000
+    """Decisions kept in memory, 1 to 15 KB each: at 100 requests per second those of the last ten seconds. 0: none."""
     file: Annotated[str, Meta(description="File for finished requests, one JSON object per line. Empty: no file.")] = ""
-    sample_ratio: Annotated[
-        float, Meta(ge=0, le=1, description="Fraction of the finished requests that the router writes to the file.")
-    ] = 1.0
-    file_max_bytes: Annotated[
-        Bytes, Meta(description="Size at which the router renames the file to `FILE.1` and starts a new one.")
-    ] = 67_108_864
-    error_text: Annotated[
-        bool,
-        Meta(
-            description="Keep the first 1,000 characters of what a node says in an error response. Engines repeat "
-            "parts of prompts in them."
-        ),
-    ] = False
+    sample_ratio: Annotated[float, Meta(ge=0, le=1), REMOVED] = 1.0
+    """Fraction of the finished requests that the router writes to the file: all, so that a report finds each one."""
+    file_max_bytes: Annotated[Bytes, REMOVED] = 67_108_864
+    """Size at which the router renames the file to `FILE.1` and starts a new one: at most 128 MiB on disk."""
+    error_text: Annotated[bool, REMOVED] = False
+    """Keep the first 1,000 characters of what a node says in an error response. Engines repeat parts of prompts in
+    them, and no user text may be kept."""
     response_headers: Annotated[
         Literal["off", "on_request", "always"],
         Meta(
@@ -53,20 +45,13 @@ class Capture(Section, frozen=True):
     directory: Annotated[
         str, Meta(description="Directory for the trace. The router creates it if its parent exists. Empty: no trace.")
     ] = ""
-    file_max_bytes: Annotated[Bytes, Meta(description="Size at which the router begins another file.")] = 67_108_864
-    max_files: Annotated[
-        int,
-        Meta(ge=1, le=10_000, description="Files kept in the directory. The router removes the oldest ones."),
-    ] = 16
-    block_size: Annotated[
-        int,
-        Meta(
-            ge=1,
-            le=1024,
-            description="Tokens for each hash of a prompt, a power of two; best the engines' block size. A larger one "
-            "makes the trace smaller; replay then misses hits that end within a block.",
-        ),
-    ] = 16
+    file_max_bytes: Annotated[Bytes, REMOVED] = 67_108_864
+    """Size at which the router begins another file: small enough to be copied while the next one is written."""
+    max_files: Annotated[int, Meta(ge=1, le=10000), REMOVED] = 16
+    """Files kept in the directory. The router removes the oldest ones: at most 1 GiB on disk."""
+    block_size: Annotated[int, Meta(ge=1, le=1024), REMOVED] = 16
+    """Tokens for each hash of a prompt, a power of two: the block size of most engines. A larger one makes the trace
+    smaller; replay then misses hits that end within a block."""
 
 
 # Settings of OpenTelemetry traces.
@@ -74,6 +59,12 @@ class Capture(Section, frozen=True):
 
 class Tracing(Section, frozen=True):
     """OpenTelemetry traces, sent to a collector as OTLP over HTTP. Needs the extra `otel`: `pip install '.[otel]'`."""
+
+    removed: ClassVar = {
+        "max_client_traces_per_s": "100",
+        "headers_env": "OTEL_EXPORTER_OTLP_HEADERS",
+        "service_name": "OTEL_SERVICE_NAME, or `warmroute`",
+    }
 
     enabled: Annotated[bool, Meta(description="Record traces, and set `traceparent` in requests to nodes.")] = False
     endpoint: Annotated[
@@ -86,24 +77,15 @@ class Tracing(Section, frozen=True):
     sample_ratio: Annotated[
         float, Meta(ge=0, le=1, description="Fraction of the requests without a `traceparent` that are traced.")
     ] = 0.01
-    max_client_traces_per_s: Annotated[
-        float,
-        Meta(
-            ge=0,
-            description="Maximum number of traces per second that clients start by a `traceparent` with the sampled "
-            "flag. Above: the request is not traced, and its `traceparent` loses the flag. 0: none.",
-        ),
-    ] = 100.0
-    headers_env: Annotated[
-        str,
-        Meta(
-            description="Environment variable with headers for the collector, such as its API key: "
-            "`name=value,name=value`. Empty: `OTEL_EXPORTER_OTLP_HEADERS`."
-        ),
-    ] = ""
-    service_name: Annotated[
-        str, Meta(description="`service.name` of the traces. Empty: as `OTEL_SERVICE_NAME` says, else `warmroute`.")
-    ] = ""
+    max_client_traces_per_s: Annotated[float, Meta(ge=0), REMOVED] = 100.0
+    """Maximum number of traces per second that clients start by a `traceparent` with the sampled flag. Above: the
+    request is not traced, and its `traceparent` loses the flag. 0: none. A client must not decide how much CPU traces
+    take."""
+    headers_env: Annotated[str, REMOVED] = ""
+    """Environment variable with headers for the collector, such as its API key: `name=value,name=value`. Empty: the
+    standard variable `OTEL_EXPORTER_OTLP_HEADERS`."""
+    service_name: Annotated[str, REMOVED] = ""
+    """`service.name` of the traces. Empty: as the standard variable `OTEL_SERVICE_NAME` says, else `warmroute`."""
 
 
 def tracing_problems(tracing: Tracing) -> Iterator[str]:

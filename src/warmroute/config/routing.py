@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Annotated, Final, Literal, get_args
+from typing import Annotated, ClassVar, Final, Literal, get_args
 
 import msgspec
 from msgspec import Meta
 
-from warmroute.config.section import NOT_IN_FILE, Count, PolicyName, PrefixKey, Section
+from warmroute.config.section import NOT_IN_FILE, REMOVED, Count, PolicyName, PrefixKey, Section
 
 # Settings of routing policies, admission and the cache index.
 
@@ -19,41 +19,34 @@ class Index(Section, frozen=True):
     memory_bytes: Annotated[
         int, Meta(ge=1 << 20, description="Maximum memory. A cached block of a node takes about 48 bytes.")
     ] = 268_435_456
-    min_prompt_tokens: Annotated[
-        int, Meta(ge=0, description="The router ignores caches for prompts shorter than this and routes them by load.")
-    ] = 200
-    assumed_cache_tokens: Annotated[
-        Count, Meta(description="Size of a node's KV cache if the node does not report it.")
-    ] = 131_072
+    min_prompt_tokens: Annotated[int, Meta(ge=0), REMOVED] = 200
+    """The router ignores caches for prompts shorter than this and routes them by load: their prefill costs less than a
+    worse balance."""
+    assumed_cache_tokens: Annotated[Count, REMOVED] = 131_072
+    """Size of a node's KV cache if the node does not report it: an 8B model on a GPU with 24 to 48 GB. vLLM, SGLang and
+    TensorRT-LLM report it."""
 
 
 class Routing(Section, frozen=True):
     """The routing policy."""
 
+    removed: ClassVar = {
+        "seed": "a random one",
+    }
+
     policy: Annotated[PolicyName, Meta(description="Policy that picks the node for a request.")] = "price"
     session_headers: Annotated[
         tuple[str, ...], Meta(description="Request headers with a session id. The first one present counts.")
     ] = ("x-session-id", "x-conversation-id")
-    prefix_key: Annotated[
-        PrefixKey,
-        Meta(
-            description="What requests of `prefix_hash` share a node by: the start of the system prompt and of the "
-            "first user message, of the system prompt alone, or of the whole prompt (system prompt, tools, messages). "
-            "The last two also place requests of `session` that name no session."
-        ),
-    ] = "system_and_user"
-    prefix_characters: Annotated[
-        int,
-        Meta(
-            ge=1,
-            le=65_536,
-            description="Length of these starts in characters, four of which are about a token. `system_and_user` and "
-            "`system` use at most 256.",
-        ),
-    ] = 256
-    seed: Annotated[
-        int, Meta(description="Seed of random choices, for reproducible experiments. 0: from the operating system.")
-    ] = 0
+    prefix_key: Annotated[PrefixKey, REMOVED] = "system_and_user"
+    """What requests of `prefix_hash` share a node by: the start of the system prompt and of the first user message, of
+    the system prompt alone, or of the whole prompt (system prompt, tools, messages). The last two also place requests
+    of `session` that name no session. Two conversations with the same system prompt are apart by the first."""
+    prefix_characters: Annotated[int, Meta(ge=1, le=65_536), REMOVED] = 256
+    """Length of these starts in characters, four of which are about a token. `system_and_user` and `system` use at most
+    256."""
+    seed: Annotated[int, REMOVED] = 0
+    """Seed of random choices, for reproducible experiments. 0: from the operating system."""
     load_factor: Annotated[float, Meta(ge=1), NOT_IN_FILE] = 1.25
     """`prefix_hash` and `session` skip a node with more than this × the mean number of requests in flight."""
 
@@ -68,30 +61,21 @@ class Routing(Section, frozen=True):
 
 
 class Pricing(Section, frozen=True):
-    """The policy `price`."""
+    """The policy `price`. The file sets none of this."""
 
-    second_home_ms: Annotated[
-        float,
-        Meta(
-            ge=0,
-            description="Extra time a request may take on another node in order to cache a hot prefix there, too. "
-            "0: only where it takes no longer.",
-        ),
-    ] = 250.0
-    cache_weight: Annotated[
-        float, Meta(ge=0, le=1, description="Weight of cached prefix tokens: 1 counts all, 0 routes by load alone.")
-    ] = 1.0
-    late_penalty_ms: Annotated[
-        float, Meta(ge=0, description="Penalty in milliseconds for missing the TTFT deadline.")
-    ] = 10_000.0
-    adapter_load_ms: Annotated[float, Meta(ge=0, description="Time a node takes to load a LoRA adapter.")] = 200.0
-    split: Annotated[
-        Literal["by_price", "always", "never"],
-        Meta(
-            description="When a `prefill` node prefills for another node: where that costs less, always if a prefill "
-            "node is up, or never."
-        ),
-    ] = "by_price"
+    second_home_ms: Annotated[float, Meta(ge=0), REMOVED] = 250.0
+    """Extra time a request may take on another node in order to cache a hot prefix there, too: as
+    `max_node_backlog_ms`, what it would wait for at the first. 0: only where it takes no longer."""
+    cache_weight: Annotated[float, Meta(ge=0, le=1), REMOVED] = 1.0
+    """Weight of cached prefix tokens: 1 counts all, 0 routes by load alone. The price already says what a hit saves."""
+    late_penalty_ms: Annotated[float, Meta(ge=0), REMOVED] = 10_000.0
+    """Penalty in milliseconds for missing the TTFT deadline: more than any other term, so that a node that meets it
+    wins."""
+    adapter_load_ms: Annotated[float, Meta(ge=0), REMOVED] = 200.0
+    """Time a node takes to load a LoRA adapter, until it was measured."""
+    split: Annotated[Literal["by_price", "always", "never"], REMOVED] = "by_price"
+    """When a `prefill` node prefills for another node: where that costs less, always if a prefill node is up, or
+    never."""
     max_saving_ms: Annotated[float, Meta(gt=0), NOT_IN_FILE] = 60_000.0
     """Upper limit for the time that a cached prefix saves, so that no prefix keeps its node for ever."""
     room: Annotated[bool, NOT_IN_FILE] = True
@@ -105,17 +89,16 @@ class Pricing(Section, frozen=True):
 class Admission(Section, frozen=True):
     """Which requests the router sends on, queues or rejects."""
 
-    queue_at_router: Annotated[
-        bool,
-        Meta(
-            description="Queue requests in the router, not in the engine, until their node has room. For the policy "
-            "`price`."
-        ),
-    ] = True
-    max_node_backlog_ms: Annotated[
-        float,
-        Meta(gt=0, description="Prefill work left on a node above which further requests wait in the router."),
-    ] = 250.0
+    removed: ClassVar = {
+        "queue_threshold": "no limit",
+    }
+
+    queue_at_router: Annotated[bool, REMOVED] = True
+    """Queue requests in the router, not in the engine, until their node has room: they can still change nodes, and go
+    by priority. For the policy `price`."""
+    max_node_backlog_ms: Annotated[float, Meta(gt=0), REMOVED] = 250.0
+    """Prefill work left on a node above which further requests wait in the router: enough for the engine's next
+    steps."""
     max_waiting: Annotated[
         Count,
         Meta(
@@ -127,14 +110,10 @@ class Admission(Section, frozen=True):
     max_wait_s: Annotated[
         float, Meta(ge=0, description="Maximum time a request waits in the router. Above: 503. 0: no limit.")
     ] = 0.0
-    queue_threshold: Annotated[
-        int,
-        Meta(
-            ge=0,
-            description="The router skips nodes with this many requests in their own queue. If all nodes have: 429. "
-            "Low priority: half of it. High priority: no limit. 0: no limit. For all policies.",
-        ),
-    ] = 0
+    queue_threshold: Annotated[int, Meta(ge=0), REMOVED] = 0
+    """The router skips nodes with this many requests in their own queue. If all nodes have: 429. Low priority: half of
+    it. High priority: no limit. 0: no limit, because the router's own queue keeps those of the engines short. For all
+    policies."""
 
 
 # Priorities of requests: names in the configuration, headers and metrics; numbers in the admission queue.
@@ -158,6 +137,16 @@ OnDeadline = Literal["advise", "end"]
 class RouteConfig(Section, frozen=True):
     """Settings for a subset of the requests. The first matching route applies. `*` matches any characters."""
 
+    removed: ClassVar = {
+        name: f"that of [{table}] for all routes"
+        for table, names in {
+            "routing": ("prefix_key", "prefix_characters"),
+            "price": ("cache_weight",),
+            "admission": ("queue_threshold", "queue_at_router", "max_wait_s"),
+        }.items()
+        for name in names
+    }
+
     name: Annotated[str, Meta(min_length=1, description="Name in metrics.")]
     model: Annotated[str, Meta(description="Model in the request, for example `qwen3-*`. Empty: any.")] = ""
     path: Annotated[str, Meta(description="Path without query, for example `/v1/embeddings`. Empty: any.")] = ""
@@ -170,13 +159,12 @@ class RouteConfig(Section, frozen=True):
         ),
     ] = ""
     policy: Annotated[PolicyName | None, Meta(description="Overrides `routing.policy`.")] = None
-    prefix_key: Annotated[PrefixKey | None, Meta(description="Overrides `routing.prefix_key`.")] = None
-    prefix_characters: Annotated[
-        Annotated[int, Meta(ge=1, le=65_536)] | None, Meta(description="Overrides `routing.prefix_characters`.")
-    ] = None
-    cache_weight: Annotated[
-        Annotated[float, Meta(ge=0, le=1)] | None, Meta(description="Overrides `price.cache_weight`.")
-    ] = None
+    prefix_key: Annotated[PrefixKey | None, REMOVED] = None
+    """Overrides `routing.prefix_key`."""
+    prefix_characters: Annotated[Annotated[int, Meta(ge=1, le=65_536)] | None, REMOVED] = None
+    """Overrides `routing.prefix_characters`."""
+    cache_weight: Annotated[Annotated[float, Meta(ge=0, le=1)] | None, REMOVED] = None
+    """Overrides `price.cache_weight`."""
     ttft_deadline_ms: Annotated[
         float,
         Meta(ge=0, description="Deadline for the first token if the request has no `X-Deadline-Ttft-Ms`. 0: none."),
@@ -197,13 +185,12 @@ class RouteConfig(Section, frozen=True):
         PriorityName,
         Meta(description="Priority if the request does not set one. `keys.max_priority` limits it."),
     ] = "normal"
-    queue_threshold: Annotated[
-        Annotated[int, Meta(ge=0)] | None, Meta(description="Overrides `admission.queue_threshold`.")
-    ] = None
-    queue_at_router: Annotated[bool | None, Meta(description="Overrides `admission.queue_at_router`.")] = None
-    max_wait_s: Annotated[
-        Annotated[float, Meta(ge=0)] | None, Meta(description="Overrides `admission.max_wait_s`.")
-    ] = None
+    queue_threshold: Annotated[Annotated[int, Meta(ge=0)] | None, REMOVED] = None
+    """Overrides `admission.queue_threshold`."""
+    queue_at_router: Annotated[bool | None, REMOVED] = None
+    """Overrides `admission.queue_at_router`."""
+    max_wait_s: Annotated[Annotated[float, Meta(ge=0)] | None, REMOVED] = None
+    """Overrides `admission.max_wait_s`."""
     allow_engine_fields: Annotated[
         bool,
         Meta(

@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Set
 from itertools import combinations
-from typing import Annotated, Final, Literal
+from typing import Annotated, ClassVar, Final, Literal
 
 import msgspec
 from msgspec import Meta
 
 from warmroute.config.nodes import MaxInflight, Role
-from warmroute.config.section import NOT_IN_FILE, Count, Port, Ratio, Seconds, Section, keys_of
+from warmroute.config.section import NOT_IN_FILE, REMOVED, Count, Port, Ratio, Seconds, Section, keys_of
 
 # Settings of autoscaling.
 
@@ -34,14 +34,11 @@ class IslandLimits(Section, frozen=True):
 
 
 class RoleLimits(Section, frozen=True):
-    """Limits on the number of nodes of a role."""
+    """Limits on the number of nodes of a role: `decode` are all nodes that serve requests, also mixed ones."""
 
-    role: Annotated[
-        Pool,
-        Meta(description="`prefill`: the prefill nodes. `decode`: all nodes that serve requests, also mixed ones."),
-    ]
-    min_nodes: Annotated[Count, Meta(description="Minimum number of nodes.")] = 1
-    max_nodes: Annotated[Count, Meta(description="Maximum number of nodes.")] = 64
+    role: Annotated[Pool, NOT_IN_FILE]
+    min_nodes: Annotated[Count, NOT_IN_FILE] = 1
+    max_nodes: Annotated[Count, NOT_IN_FILE] = 64
 
 
 class Hours(Section, frozen=True):
@@ -61,138 +58,102 @@ class Objective(Section, frozen=True):
     """What the autoscaler has to reach with the cheapest fleet. All limits that are set count. The budget is
     `scaling.budget_usd_per_hour`."""
 
+    removed: ClassVar = {
+        "ttft_p99_ms": "no limit",
+        "min_good_ratio": "no limit",
+    }
+
     ttft_p90_ms: Annotated[float, Meta(ge=0, description="Limit of the p90 time to first token. 0: no limit.")] = 2000.0
-    ttft_p99_ms: Annotated[float, Meta(ge=0, description="Limit of the p99 time to first token. 0: no limit.")] = 0.0
+    ttft_p99_ms: Annotated[float, Meta(ge=0), REMOVED] = 0.0
+    """Limit of the p99 time to first token. 0: no limit. A replay has too few requests for a stable p99."""
     inter_token_p90_ms: Annotated[
         float, Meta(ge=0, description="Limit of the p90, over requests, of the mean time between tokens. 0: no limit.")
     ] = 0.0
-    min_good_ratio: Annotated[
-        float,
-        Meta(
-            ge=0,
-            le=1,
-            description="Minimum fraction of requests whose first token comes within 2 s + 0.5 ms × prompt tokens. "
-            "0: no limit.",
-        ),
-    ] = 0.0
+    min_good_ratio: Annotated[float, Meta(ge=0, le=1), REMOVED] = 0.0
+    """Minimum fraction of requests whose first token comes within 2 s + 0.5 ms × prompt tokens. 0: no limit."""
 
 
 class ScalingReplay(Section, frozen=True):
     """Scaling by replay: before the autoscaler changes the fleet, a process of low priority replays the recent traffic
-    on fleets of other sizes."""
+    on fleets of other sizes. The file sets none of this."""
 
-    enabled: Annotated[
-        bool, Meta(description="Replay recent traffic to decide how many nodes are needed. false: thresholds only.")
-    ] = True
-    interval_s: Annotated[
-        Seconds,
-        Meta(
-            description="Time between two searches. If more requests arrive than expected, a fifth of it; if the load "
-            "rises and the fleet is only just large enough, two fifths."
-        ),
-    ] = 300.0
-    window_s: Annotated[Seconds, Meta(description="How much of the recent traffic is replayed.")] = 1800.0
-    max_requests: Annotated[
-        int,
-        Meta(
-            ge=100,
-            le=100_000,
-            description="Maximum number of requests in one replay. It has more than 4,000 only if these cover too "
-            "little time, on busy nodes.",
-        ),
-    ] = 10_000
-    margin: Annotated[
-        float,
-        Meta(
-            ge=0,
-            le=1,
-            description="The fleet has to meet the objective with this fraction more requests than expected, besides "
-            "what chance does to few conversations; to remove a node, the rest has to meet it with at least twice this "
-            "fraction more.",
-        ),
-    ] = 0.05
-    cpu_share: Annotated[
-        Ratio, Meta(description="Fraction of one core that the replaying process may take on average.")
-    ] = 0.1
+    enabled: Annotated[bool, REMOVED] = True
+    """Replay recent traffic to decide how many nodes are needed. false: thresholds only, for comparisons."""
+    interval_s: Annotated[Seconds, REMOVED] = 300.0
+    """Time between two searches. If more requests arrive than expected, a fifth of it; if the load rises and the fleet
+    is only just large enough, two fifths."""
+    window_s: Annotated[Seconds, REMOVED] = 1800.0
+    """How much of the recent traffic is replayed: it holds the pauses between the turns of conversations."""
+    max_requests: Annotated[int, Meta(ge=100, le=100000), REMOVED] = 10_000
+    """Maximum number of requests in one replay. It has more than 4,000 only if these cover too little time, on busy
+    nodes."""
+    margin: Annotated[float, Meta(ge=0, le=1), REMOVED] = 0.05
+    """The fleet has to meet the objective with this fraction more requests than expected, besides what chance does to
+    few conversations; to remove a node, the rest has to meet it with at least twice this fraction more."""
+    cpu_share: Annotated[Ratio, REMOVED] = 0.1
+    """Fraction of one core that the replaying process may take on average: the router itself comes first."""
 
 
 class Scaling(Section, frozen=True):
     """When the router adds and removes nodes."""
 
+    removed: ClassVar = {
+        "keda_host": "listen.host",
+        "max_latency_p99_ms": "no limit",
+        "roles": "at least one node of each role",
+    }
+
     enabled: Annotated[bool, Meta(description="Scale the fleet.")] = False
     dry_run: Annotated[bool, Meta(description="Log scaling decisions without executing them.")] = False
-    interval_s: Annotated[Seconds, Meta(description="Time between two decisions.")] = 5.0
+    interval_s: Annotated[Seconds, REMOVED] = 5.0
+    """Time between two decisions: a tenth of the time over which load is averaged."""
     min_nodes: Annotated[int, Meta(ge=0, description="Minimum number of nodes. 0 allows scaling to zero.")] = 1
     max_nodes: Annotated[Count, Meta(description="Maximum number of nodes.")] = 8
     budget_usd_per_hour: Annotated[
         float, Meta(ge=0, description="Maximum cost of all nodes together. 0: no limit.")
     ] = 0.0
-    target_utilisation: Annotated[
-        float,
-        Meta(
-            ge=LOW_UTILISATION,
-            le=1,
-            description="The router adds nodes if prefill and decode take more than this fraction of the fleet's time.",
-        ),
-    ] = 0.6
-    max_queue_per_node: Annotated[
-        float,
-        Meta(
-            gt=LOW_QUEUE_PER_NODE,
-            description="The router adds nodes if more requests per node than this wait, in the router and on nodes.",
-        ),
-    ] = 4.0
-    min_hit_ratio: Annotated[
-        float,
-        Meta(
-            ge=0,
-            le=1,
-            description="The router adds nodes if less than this fraction of the prompt tokens is cached, and more "
-            "cache would help.",
-        ),
-    ] = 0.3
-    max_ttft_p99_ms: Annotated[
-        float, Meta(ge=0, description="The router adds nodes if the p99 time to first token is longer. 0: no limit.")
-    ] = 10_000.0
-    max_latency_p99_ms: Annotated[
-        float, Meta(ge=0, description="The router adds nodes if the p99 response time is longer. 0: no limit.")
-    ] = 0.0
-    stable_window_s: Annotated[Seconds, Meta(description="Time over which the router averages load.")] = 60.0
-    panic_window_s: Annotated[
-        Seconds, Meta(description="Shorter time over which it averages load to detect a sudden rise.")
-    ] = 15.0
-    trend_window_s: Annotated[
-        float,
-        Meta(
-            ge=0,
-            description="Time over which the router measures the load's trend, to add nodes early. 0: off.",
-        ),
-    ] = 300.0
-    cooldown_up_s: Annotated[Seconds, Meta(description="Time after a change before the router adds nodes.")] = 30.0
-    cooldown_down_s: Annotated[Seconds, Meta(description="Time after a change before the router removes nodes.")] = (
-        180.0
-    )
-    scale_to_zero_after_s: Annotated[
-        float,
-        Meta(ge=0, description="Time without requests after which the last nodes are removed. Needs `min_nodes = 0`."),
-    ] = 600.0
+    target_utilisation: Annotated[float, Meta(ge=LOW_UTILISATION, le=1), REMOVED] = 0.6
+    """Between two replays, the router adds nodes if prefill and decode take more than this fraction of the fleet's
+    time."""
+    max_queue_per_node: Annotated[float, Meta(gt=LOW_QUEUE_PER_NODE), REMOVED] = 4.0
+    """Between two replays, the router adds nodes if more requests per node than this wait, in the router and on nodes,
+    and the objective is missed."""
+    min_hit_ratio: Annotated[float, Meta(ge=0, le=1), REMOVED] = 0.3
+    """Without replay, the router adds nodes if less than this fraction of the prompt tokens is cached, and more cache
+    would help."""
+    max_ttft_p99_ms: Annotated[float, Meta(ge=0), REMOVED] = 10_000.0
+    """Without replay, the router adds nodes if the p99 time to first token is longer. An offer on which a usual prompt
+    takes longer is not used. 0: no limit."""
+    max_latency_p99_ms: Annotated[float, Meta(ge=0), REMOVED] = 0.0
+    """Without replay, the router adds nodes if the p99 response time is longer. 0: no limit."""
+    stable_window_s: Annotated[Seconds, REMOVED] = 60.0
+    """Time over which the router averages load: a dozen decisions."""
+    panic_window_s: Annotated[Seconds, REMOVED] = 15.0
+    """Shorter time over which it averages load to detect a sudden rise: three decisions."""
+    trend_window_s: Annotated[float, Meta(ge=0), REMOVED] = 300.0
+    """Time over which the router measures the load's trend, to add nodes early: about as long as a node takes to start.
+    0: off."""
+    cooldown_up_s: Annotated[Seconds, REMOVED] = 30.0
+    """Time after a change before the router adds nodes: half of what `stable_window_s` needs to show the change."""
+    cooldown_down_s: Annotated[Seconds, REMOVED] = 180.0
+    """Time after a change before the router removes nodes. A node that is missing costs more than one too many."""
+    scale_to_zero_after_s: Annotated[float, Meta(ge=0), REMOVED] = 600.0
+    """Time without requests after which the last nodes are removed, with `min_nodes = 0`: a new start takes minutes."""
     first_node_wait_s: Annotated[
         Seconds, Meta(description="Maximum time a request waits for the first node of an empty fleet.")
     ] = 600.0
-    offer_backoff_s: Annotated[
-        Seconds,
-        Meta(description="Time for which the router does not use an offer that failed. It doubles with each failure."),
-    ] = 60.0
-    boot_timeout_s: Annotated[Seconds, Meta(description="Time for a new node to get an address.")] = 900.0
-    load_timeout_s: Annotated[
-        Seconds, Meta(description="Time for its engine to load the model and pass a health check.")
-    ] = 1800.0
-    drain_timeout_s: Annotated[
-        Seconds, Meta(description="Time for the requests of a draining node to finish before the router removes it.")
-    ] = 900.0
-    prewarm_prefixes: Annotated[
-        int, Meta(ge=0, description="Number of hot prefixes that a new node prefills before it gets traffic.")
-    ] = 16
+    offer_backoff_s: Annotated[Seconds, REMOVED] = 60.0
+    """Time for which the router does not use an offer that failed. It doubles with each failure, so clouds without
+    capacity are not asked in vain."""
+    boot_timeout_s: Annotated[Seconds, REMOVED] = 900.0
+    """Time for a new node to get an address. Clouds that have a machine give it one within minutes."""
+    load_timeout_s: Annotated[Seconds, REMOVED] = 1800.0
+    """Time for its engine to load the model and pass a health check: 140 GB of weights take it at 80 MB/s."""
+    drain_timeout_s: Annotated[Seconds, REMOVED] = 900.0
+    """Time for the requests of a draining node to finish before the router removes it: longer than
+    `first_byte_timeout_s`."""
+    prewarm_prefixes: Annotated[int, Meta(ge=0), REMOVED] = 16
+    """Number of hot prefixes that a new node prefills before it gets traffic: seconds of work."""
     lock_file: Annotated[
         str,
         Meta(description="Lock file. Of all routers that use it, only one scales the fleet. Empty: no lock."),
@@ -204,7 +165,9 @@ class Scaling(Section, frozen=True):
             "nodes and the engine can play both parts (vLLM with `kv_role` `kv_both`)."
         ),
     ] = False
-    keda_host: Annotated[str, Meta(description="Deprecated, with `keda_port`: its address.")] = "127.0.0.1"
+    keda_host: Annotated[str, REMOVED] = ""
+    """Address of the gRPC listener for KEDA's external scaler. Empty: `listen.host`. KEDA asks over the network that
+    clients come by."""
     keda_port: Annotated[
         Port,
         Meta(
@@ -223,7 +186,8 @@ class Scaling(Section, frozen=True):
     replay: ScalingReplay = ScalingReplay()
     hours: tuple[Hours, ...] = ()
     islands: tuple[IslandLimits, ...] = ()
-    roles: tuple[RoleLimits, ...] = ()
+    roles: Annotated[tuple[RoleLimits, ...], REMOVED] = ()
+    """Limits of the two pools, for experiments: at least one node of each role, and `max_nodes` for both together."""
 
 
 def scaling_problems(scaling: Scaling, node_roles: Set[Role]) -> Iterator[str]:
@@ -275,6 +239,15 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\*?\Z")
 class ProvisionerConfig(Section, frozen=True):
     """A source of nodes. Each kind takes only some of the keys (docs/reference/provisioners.md)."""
 
+    removed: ClassVar = {
+        "max_inflight": "no limit",
+        "expected_start_s": "what it measures",
+        "max_nodes": "no limit",
+        "state_dir": "the user's state directory",
+        "subnets": "those of the launch template",
+        "user_data_file": "that of the launch template",
+    }
+
     kind: Annotated[Kind, Meta(description="Kind of provisioner.")]
     name: Annotated[str, Meta(description="Name in metrics, logs and the admin API. Empty: the kind.")] = ""
     deployment: Annotated[
@@ -285,7 +258,8 @@ class ProvisionerConfig(Section, frozen=True):
             "letters, digits and dashes.",
         ),
     ] = "warmroute"
-    timeout_s: Annotated[Seconds, Meta(description="Timeout of a call to the provisioner.")] = 30.0
+    timeout_s: Annotated[Seconds, REMOVED] = 30.0
+    """Timeout of a call to the provisioner: a cloud API answers within seconds."""
     island: Annotated[str, Meta(description="Island of the nodes. Empty: provider and region.")] = ""
     api_key_env: Annotated[str, Meta(description="Environment variable with the API key that the engines require.")] = (
         ""
@@ -293,25 +267,25 @@ class ProvisionerConfig(Section, frozen=True):
     role: Annotated[
         Role, Meta(description="Role of the nodes: their engines have to be started for it. As `nodes.role`.")
     ] = "mixed"
-    bootstrap_port: Annotated[
-        int, Meta(ge=1, le=65_535, description="Port of a prefill node's bootstrap server. As `nodes.bootstrap_port`.")
-    ] = 8998
-    max_inflight: MaxInflight = 0
+    bootstrap_port: Annotated[int, Meta(ge=1, le=65_535), REMOVED] = 8998
+    """Port of a prefill node's bootstrap server, SGLang's default. As `nodes.bootstrap_port`."""
+    max_inflight: Annotated[MaxInflight, REMOVED] = 0
+    """Requests that the router sends to a node at the same time. 0: no limit."""
     gpu: Annotated[str, Meta(description="GPU of the nodes, for example `L4`. Empty: as the provider reports.")] = ""
-    gpus: Annotated[Count, Meta(description="GPUs per node if the provider does not report it.")] = 1
-    spot: Annotated[bool, Meta(description="process, kubernetes: the nodes can be preempted.")] = False
+    gpus: Annotated[Count, REMOVED] = 1
+    """GPUs per node if the provider does not report it."""
+    spot: Annotated[bool, REMOVED] = False
+    """process, kubernetes: the nodes can be preempted."""
     usd_per_hour: Annotated[
         float, Meta(ge=0, description="process, kubernetes: cost of a node. 0: another node costs nothing.")
     ] = 0.0
-    expected_start_s: Annotated[
-        float,
-        Meta(ge=0, description="Expected time until a new node serves. The router replaces it by what it measures."),
-    ] = 0.0
-    max_nodes: Annotated[int, Meta(ge=0, description="Maximum number of nodes per offer. 0: no limit.")] = 0
-    allow_free: Annotated[
-        bool,
-        Meta(description="Accept offers with a price of 0. The router always accepts them for process and kubernetes."),
-    ] = False
+    expected_start_s: Annotated[float, Meta(ge=0), REMOVED] = 0.0
+    """Expected time until a new node serves. The router replaces it by what it measures."""
+    max_nodes: Annotated[int, Meta(ge=0), REMOVED] = 0
+    """Maximum number of nodes per offer. 0: no limit. `scaling.max_nodes` and `scaling.islands` limit all offers."""
+    allow_free: Annotated[bool, REMOVED] = False
+    """Accept offers with a price of 0. The router always accepts them for process and kubernetes: elsewhere a price of
+    0 is an error of the provider."""
     port: Annotated[Port, Meta(description="Port of the engines. process: the first port to try.")] = 8000
 
     command: Annotated[
@@ -329,9 +303,8 @@ class ProvisionerConfig(Section, frozen=True):
             "for any rest: `AWS_*`."
         ),
     ] = ()
-    state_dir: Annotated[
-        str, Meta(description="process: directory for the list of processes. Empty: in the user's state directory.")
-    ] = ""
+    state_dir: Annotated[str, REMOVED] = ""
+    """process: directory for the list of processes. Empty: in the user's state directory."""
 
     workload: Annotated[
         Literal["deployment", "statefulset", "leaderworkerset"],
@@ -367,18 +340,16 @@ class ProvisionerConfig(Section, frozen=True):
     images: Annotated[dict[str, str], Meta(description="ec2: image per region. Overrides the launch template.")] = (
         msgspec.field(default_factory=dict)
     )
-    subnets: Annotated[dict[str, str], Meta(description="ec2: subnet per region. Overrides the launch template.")] = (
-        msgspec.field(default_factory=dict)
-    )
-    user_data_file: Annotated[
-        str, Meta(description="ec2: file with the script that starts the engine. Overrides the launch template.")
-    ] = ""
-    address: Annotated[
-        Literal["private", "public"], Meta(description="ec2: address of an instance that the router connects to.")
-    ] = "private"
+    subnets: Annotated[dict[str, str], REMOVED] = msgspec.field(default_factory=dict)
+    """ec2: subnet per region. Overrides the launch template."""
+    user_data_file: Annotated[str, REMOVED] = ""
+    """ec2: file with the script that starts the engine. Overrides the launch template."""
+    address: Annotated[Literal["private", "public"], REMOVED] = "private"
+    """ec2: address of an instance that the router connects to."""
 
     task_file: Annotated[str, Meta(description="skypilot: YAML file of the task that starts the engine.")] = ""
-    sky_command: Annotated[str, Meta(description="skypilot: path of the `sky` command.")] = "sky"
+    sky_command: Annotated[str, REMOVED] = "sky"
+    """skypilot: path of the `sky` command."""
     clouds: Annotated[tuple[str, ...], Meta(description="skypilot: clouds to use, as the catalogue names them.")] = ()
 
     url: Annotated[str, Meta(pattern="^(https?://.+)?$", description="webhook: URL that receives the calls.")] = ""
@@ -478,12 +449,11 @@ def _region_problems(one: ProvisionerConfig) -> Iterator[str]:
 
 def _problems(one: ProvisionerConfig) -> Iterator[str]:
     known, keys = keys_of(ProvisionerConfig), KEYS_OF_KIND[one.kind] | _COMMON_KEYS
+    named = ", ".join(sorted(keys & known.keys()))
     for field in msgspec.structs.fields(ProvisionerConfig):
         default = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
         if field.name in known and field.name not in keys and getattr(one, field.name) != default:
-            yield (
-                f"provisioners.{field.name}: kind {one.kind!r} does not have this key; it has {', '.join(sorted(keys))}"
-            )
+            yield (f"provisioners.{field.name}: kind {one.kind!r} does not have this key; it has {named}")
     for name in _REQUIRED_KEYS[one.kind]:
         if not getattr(one, name):
             yield f"provisioners.{name}: kind {one.kind!r} requires it ({one.label})"

@@ -7,7 +7,19 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from types import NoneType, UnionType
-from typing import Annotated, Any, Final, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    Final,
+    Literal,
+    NamedTuple,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import msgspec
 from msgspec import Meta
@@ -17,11 +29,16 @@ from msgspec import Meta
 Seconds = Annotated[float, Meta(gt=0)]
 Count = Annotated[int, Meta(ge=1)]
 Bytes = Annotated[int, Meta(ge=1)]
-Port = Annotated[int, Meta(ge=0, le=65535)]
+Port = Annotated[int, Meta(ge=0, le=65_535)]
 Ratio = Annotated[float, Meta(gt=0, le=1)]
 
 NOT_IN_FILE: Final = Meta(extra={"in_file": False})
 """Marks a value that replay's experiments and tests vary, and that the configuration file cannot set."""
+REMOVED: Final = Meta(extra={"in_file": False, "removed": True})
+"""Marks a value of this kind that was a key of the file before REMOVED_IN. A file that still has it starts, with a
+warning; Warmroute uses the default."""
+REMOVED_IN: Final = "0.4"
+"""The version that removed all keys which are still accepted with a warning. The version after it rejects them."""
 
 PolicyName = Literal[
     "round_robin",
@@ -51,6 +68,10 @@ class ConfigError(Exception):
 class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A table of the configuration file."""
 
+    removed: ClassVar[Mapping[str, str]] = {}
+    """Former keys of this table that are constants now, and what the warning says is in use instead. Former keys that
+    are still a value of the class have the mark REMOVED."""
+
 
 SomeSection = TypeVar("SomeSection", bound=Section)
 
@@ -62,22 +83,79 @@ def section_of(kind: Any) -> type[Section] | None:
     return kind if isinstance(kind, type) and issubclass(kind, Section) else None
 
 
-def keys_of(section: type[Section]) -> dict[str, Any]:
-    """Return the keys that the file may set in this table, with their types."""
-    return {field.name: field.type for field in msgspec.structs.fields(section) if _in_file(field.type)}
+def keys_of(section: type[Section], *, experiment: bool = False) -> dict[str, Any]:
+    """Return the keys that the file may set in this table, with their types; or all that an experiment may set."""
+    fields = msgspec.structs.fields(section)
+    return {field.name: field.type for field in fields if experiment or _extra(field.type, "in_file", True)}
 
 
-def _in_file(hint: Any) -> bool:
+def removed_keys_of(section: type[Section]) -> dict[str, str]:
+    """Return the keys that the file could set in this table before REMOVED_IN, with what is in use instead."""
+    fields = {field.name: field for field in msgspec.structs.fields(section) if _extra(field.type, "removed", False)}
+    return {name: _with_unit(name, field.default) for name, field in fields.items()} | dict(section.removed)
+
+
+def _extra(hint: Any, name: str, default: bool) -> bool:
+    """Return a mark of a field, such as those of NOT_IN_FILE."""
     metas = get_args(hint)[1:] if get_origin(hint) is Annotated else ()
-    return not any((getattr(meta, "extra", None) or {}).get("in_file") is False for meta in metas)
+    return bool(next((meta.extra[name] for meta in metas if name in (getattr(meta, "extra", None) or {})), default))
+
+
+_UNITS: Final = {"s": "s", "ms": "ms", "bytes": "bytes", "tokens": "tokens"}
+
+
+def _with_unit(name: str, value: object) -> str:
+    """Return a value with the unit that its name ends with: 0.5 of `breaker_open_s` is `0.5 s`."""
+    text = f"{value:,g}" if isinstance(value, float) else toml_value(value)
+    unit = _UNITS.get(name.rpartition("_")[2], "") if isinstance(value, int | float) else ""
+    return f"{text} {unit}".rstrip()
+
+
+def toml_value(value: object) -> str:
+    """Return a value as a file has it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return f'"{value}"'
+    if isinstance(value, tuple):
+        return "[" + ", ".join(toml_value(item) for item in value) + "]"
+    return f"{value:_}" if isinstance(value, int) and value > 65_535 else str(value)
+
+
+def without_removed_keys(section: type[Section], table: Mapping[str, Any], name: str = "") -> tuple[Any, list[str]]:
+    """Return the table of a file without its removed keys, and one warning for each of them, however often the file
+    has it. `name`: the table's name with its brackets left out."""
+    keys, removed = keys_of(section), removed_keys_of(section)
+    left, warnings = {}, []
+    for key, value in table.items():
+        path = f"{name}.{key}" if name else key
+        inner = section_of(keys.get(key))
+        if key in removed:
+            warnings.append(f"[{name}] {key} was removed in {REMOVED_IN}; Warmroute uses {removed[key]}")
+            continue
+        if inner is not None and isinstance(value, dict):
+            value, found = without_removed_keys(inner, value, path)
+            warnings += found
+        elif inner is not None and isinstance(value, list):
+            items = [
+                without_removed_keys(inner, item, f"[{path}]") if isinstance(item, dict) else (item, [])
+                for item in value
+            ]
+            value = [item for item, _found in items]
+            warnings += (warning for _item, found in items for warning in found)
+        left[key] = value
+    return left, list(dict.fromkeys(warnings))
 
 
 def parse_section(section: type[SomeSection], table: object) -> SomeSection:
-    """Parse a table of a file or of a request. Raises ConfigError, which names each key with a problem."""
+    """Parse a table of a file or of a request. Raises ConfigError, which names each key with a problem. Removed keys
+    count as absent."""
     if isinstance(table, dict):
-        problems = [message for _path, message in find_problems(section, table)]
+        left, _warnings = without_removed_keys(section, table)
+        problems = [message for _path, message in find_problems(section, left)]
         if problems:
             raise ConfigError(*problems)
+        return convert_section(section, left)
     return convert_section(section, table)
 
 
@@ -90,13 +168,19 @@ def convert_section(section: type[SomeSection], table: object) -> SomeSection:
 
 
 def find_problems(
-    section: type[Section], table: Mapping[str, Any], root: type[Section] | None = None, prefix: str = ""
+    section: type[Section],
+    table: Mapping[str, Any],
+    root: type[Section] | None = None,
+    prefix: str = "",
+    *,
+    experiment: bool = False,
 ) -> Iterator[tuple[str, str]]:
     """Find every unknown key, invalid value and missing key of a table. Return the path of each, and a sentence.
 
-    `prefix` is the path of this table in `root`, the section of the outermost table.
+    `prefix` is the path of this table in `root`, the section of the outermost table. An experiment may set more than
+    the file.
     """
-    root, keys = root or section, keys_of(section)
+    root, keys = root or section, keys_of(section, experiment=experiment)
     suggestions = ""
     for key, value in table.items():
         path = f"{prefix}{key}"
@@ -108,11 +192,11 @@ def find_problems(
             continue
         inner = section_of(keys[key])
         if inner is not None and isinstance(value, dict) and get_origin(keys[key]) is not tuple:
-            yield from find_problems(inner, value, root, f"{path}.")
+            yield from find_problems(inner, value, root, f"{path}.", experiment=experiment)
         elif inner is not None and isinstance(value, list) and get_origin(keys[key]) is tuple:
             for number, item in enumerate(value):
                 if isinstance(item, dict):
-                    yield from find_problems(inner, item, root, f"{path}[{number}].")
+                    yield from find_problems(inner, item, root, f"{path}[{number}].", experiment=experiment)
                 else:
                     yield from _value_problem(item, inner, root, f"{path}[{number}]")
         else:
@@ -140,7 +224,9 @@ def _suggestion(key: str, keys: Mapping[str, Any], prefix: str) -> str:
     if tables:
         return f"did you mean {' or '.join(f'{table}.{key}' for table in tables)}?"
     near = difflib.get_close_matches(key, keys, n=1, cutoff=0.5)
-    return f"did you mean {prefix}{near[0]}?" if near else f"known keys: {', '.join(sorted(keys))}"
+    if near:
+        return f"did you mean {prefix}{near[0]}?"
+    return f"known keys: {', '.join(sorted(keys))}" if keys else "this table has no keys"
 
 
 def _tables_with(key: str, tables: Mapping[str, Any]) -> list[str]:

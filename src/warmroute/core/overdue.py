@@ -16,7 +16,7 @@ A hedge (a second node gets the request as well) is sent if all of these hold:
 5. The call has no hedge yet, and the budget allows one: `max_ratio` of all calls, and MAX_BURST at once.
 
 The response that begins first goes to the client, and the other try is cancelled. If the hedge wins, the other node has
-failed at this call: a node that loses `health.consecutive_failures` times in a row is down.
+failed at this call: a node that loses `Health.consecutive_failures` times in a row is down.
 
 With `on_deadline = "end"`, `Deadlines` watches what was sent. Before the first byte of its response, a call whose first
 token is overdue by the router's estimate goes to another node that has room and is expected to meet the deadline. When

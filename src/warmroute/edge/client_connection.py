@@ -30,7 +30,7 @@ from warmroute.event_log import EventLog
 
 # Collects a request body from the pieces in which it arrives, within the limits on size and memory.
 #
-# All bodies share `limits.buffered_bytes`. Each tenant may take at most half of what the others leave, so a tenant that
+# All bodies share `Limits.buffered_bytes`. Each tenant may take at most half of what the others leave, so a tenant that
 # fills its share leaves room for the next one. A tenant that needs more than is left ends incomplete bodies of tenants
 # that have more than itself. In the end, n tenants that want all they can get have 1 / (n + 1) of the memory each.
 
@@ -829,7 +829,7 @@ class Listener:
         """Clients that do not read and whose bytes the event loop holds, not the kernel: those with TLS. The one that
         stopped reading first is the first; how much it has not read."""
         self.too_slow = 0
-        """Clients that were disconnected because of `limits.unread_bytes`."""
+        """Clients that were disconnected because of `Limits.unread_bytes`."""
         self._too_slow_logged = 0
         self._log_again_s = -NEVER
         self.connections: set[ClientConnection] = set()
@@ -842,7 +842,7 @@ class Listener:
         self.closing = False
         """The router stops: idle connections are closed."""
         self.closes_after_response = False
-        """Responses carry `Connection: close`: the router stops, or `limits.connections` is reached."""
+        """Responses carry `Connection: close`: the router stops, or `Limits.connections` is reached."""
         self.on_closed: Callable[[], object] | None = None
         """Is called after a connection was closed."""
         self.balance: Balance | None = None
@@ -924,7 +924,7 @@ class Listener:
         self.unread.add(-self.stalled.pop(client, 0))
 
     def unread_limit_reached(self) -> None:
-        """Disconnect the slowest clients until the others have left no more than `limits.unread_bytes` unread."""
+        """Disconnect the slowest clients until the others have left no more than `Limits.unread_bytes` unread."""
         unread = self.unread
         while unread.bytes > unread.limit:
             client: ClientConnection | None = unread.slowest() or next(iter(self.stalled), None)
@@ -937,7 +937,7 @@ class Listener:
         if self.too_slow > self._too_slow_logged and now_s >= self._log_again_s:
             log.warning(
                 "slow_clients_disconnected",
-                "Clients have left more than limits.unread_bytes of their responses unread. The slowest ones go first.",
+                "Clients have left more of their responses unread than the router keeps. The slowest ones go first.",
                 clients=self.too_slow - self._too_slow_logged,
                 limit_bytes=unread.limit,
             )

@@ -55,8 +55,8 @@ _ADVICE: Final = {
     "begins with https://.",
     "tls_on_plain_port": "Clients speak TLS on the port where the router speaks plain HTTP. Give them a URL that "
     "begins with http://, or set listen.tls_cert and listen.tls_key.",
-    "request_timeout": "Clients begin a request and do not finish it in time (limits.header_timeout_s, "
-    "limits.body_timeout_s).",
+    "request_timeout": "Clients begin a request and do not finish it in time: the head within 10 s, the "
+    "body within 60 s.",
 }
 _DEFAULT_ADVICE: Final = "The clients have to change their requests: docs/reference/errors.md explains each code."
 

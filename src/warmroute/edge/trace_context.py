@@ -209,7 +209,7 @@ class TraceSampling:
             self._limit_logged = True
             log.warning(
                 "client_traces_limited",
-                "Clients ask for more traces than tracing.max_client_traces_per_s. The others are not recorded.",
+                "Clients ask for more traces than the router records for them. The others are not recorded.",
                 limit=per_s,
             )
         return False

@@ -229,7 +229,7 @@ def load_rises(setup: Setup) -> bool:
 
 
 # The load that a fleet has to hold to meet its limits in most minutes, not only on average: the autoscaler allows for
-# `scaling.replay.margin` and for what chance does to few conversations in ten minutes (planning/recorded_traffic.py),
+# `ScalingReplay.margin` and for what chance does to few conversations in ten minutes (planning/recorded_traffic.py),
 # and `warmroute plan --margin` does the same for a workload.
 
 

@@ -555,7 +555,7 @@ class TokenizerRegistry:
         if entry is not None and entry.failed:
             reason = entry.failure
         elif not self._prompts.discover_tokenizers:
-            reason = "prompts.discover_tokenizers is off"
+            reason = "the router does not look for tokenizers"
         else:
             reason = self._hub.missing_reason(hub_id) or "its nodes report neither a path nor a name on a hub"
         return TokenizerStatus(model, "missing", hub_id=hub_id, reason=reason)

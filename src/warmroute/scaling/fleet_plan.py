@@ -178,7 +178,7 @@ class FleetPlan(msgspec.Struct, kw_only=True):
     chance: float = 0.0
     """By which fraction chance makes the arrivals of a few minutes differ."""
     margin: float = 0.0
-    """`scaling.replay.margin` when the search began."""
+    """`ScalingReplay.margin` when the search began."""
     arrivals_per_s: float = 0.0
     """Arrivals per second in the recorded traffic, scaled to all routers."""
     recorded: int = 0
@@ -347,7 +347,7 @@ MIN_INTERVALS: Final = 0.2
 """If more requests arrive than the plan expected, the next search starts this many intervals after the last one: a
 minute of five."""
 MAX_INTERVALS: Final = 1.5
-"""A search takes at most this many times `scaling.replay.interval_s`."""
+"""A search takes at most this many times `ScalingReplay.interval_s`."""
 MAX_NODES: Final = 512
 """Larger fleets are not replayed."""
 

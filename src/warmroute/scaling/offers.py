@@ -134,7 +134,7 @@ class OfferValidator:
         if self._free:
             return ""
         if usd == 0:
-            return "costs $0, which stands for an unknown price: dropped (provisioners.allow_free accepts it)"
+            return "costs $0, which stands for an unknown price: dropped"
         # Some catalogues list the lowest bid that a spot market accepts. By that price the autoscaler would always
         # choose it, and never get it.
         if usd < self._min_usd_per_gpu_hour * offer.gpus:

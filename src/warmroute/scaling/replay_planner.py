@@ -40,7 +40,7 @@ from warmroute.scaling.recent_traffic import BLOCK_TOKENS, RecentTraffic, framed
 # Some minutes have longer prompts than others, by chance. They take longer on a fleet of any size, and the next minutes
 # have other prompts. So a search by replay compares this floor with the usual one, and does not count the difference
 # (lab/planning/search.py). The baseline is a mean over time that fades: what was measured FADE_WINDOWS times
-# `scaling.replay.window_s` ago counts 1/e. It begins with an assumption that counts as one window: the first minutes
+# `ScalingReplay.window_s` ago counts 1/e. It begins with an assumption that counts as one window: the first minutes
 # say little about what is usual.
 
 FADE_WINDOWS: Final = 4.0
@@ -76,7 +76,7 @@ class BaselineTtft(msgspec.Struct):
 
 # Scaling by replay: when a search starts, how long its plan counts, and whether its predictions can be trusted.
 #
-# A search starts every `scaling.replay.interval_s`, if the last one has ended and there is enough recorded traffic (50
+# A search starts every `ScalingReplay.interval_s`, if the last one has ended and there is enough recorded traffic (50
 # requests, and MIN_RECORDED_S of time), and earlier if more requests arrive than the last plan allows for, margin and
 # chance included, or if the load rises and the fleet was only just large enough. Its plan counts for MAX_AGE_INTERVALS
 # intervals. A node is spare if no plan of the last third of the window (RECENT_SHARE, 10 minutes) wanted it, without a
@@ -462,7 +462,7 @@ def _difference(after: array[int], before: array[int]) -> list[int]:
 # Searches by replay in a process of their own, so that they take nothing from the router's event loop.
 #
 # Each search is one process (lab/planning/search.py). It has the lowest priority, sleeps so that it takes at most
-# `scaling.replay.cpu_share` of a core, and ends with its search, with its time limit, or with the router. Whatever
+# `ScalingReplay.cpu_share` of a core, and ends with its search, with its time limit, or with the router. Whatever
 # happens to it, the router goes on, and scales by thresholds meanwhile.
 #
 #     stdin     a file in memory: the length of the task (8 bytes), the task, then one recorded request a line

@@ -174,12 +174,13 @@ class ScalingService:
         except ImportError as error:
             raise missing_extra("scaling.keda_port", error, "keda") from None
         self._keda = KedaScaler(self.autoscaler.desired_in_pool)
-        await self._keda.start(scaling.keda_host, scaling.keda_port)
+        host = scaling.keda_host or self._config.listen.host
+        await self._keda.start(host, scaling.keda_port)
         log.warning(
             "keda_deprecated",
             "The next release has no scaling.keda_port: let KEDA read GET /admin/scaling (trigger metrics-api).",
         )
-        log.info("keda_listening", address=f"{scaling.keda_host}:{self._keda.port}")
+        log.info("keda_listening", address=f"{host}:{self._keda.port}")
 
     def _leader_changed(self) -> None:
         self._update_first_node_wait()

@@ -147,7 +147,7 @@ def find_in_journal(path: Path, request_id: str) -> Decision:
         raise ConfigError(f"{path}: the file does not exist; see journal.file in the router's configuration")
     raise ConfigError(
         f"no request {request_id!r} in {' and '.join(searched)}: it is older, still running, was rejected, or is not "
-        "in the sample (journal.sample_ratio)"
+        "in the sample"
     )
 
 

@@ -93,7 +93,7 @@ def add_to(commands: Any) -> None:
         type=number(0.0, 10.0),
         metavar="X",
         help="find a fleet that holds this fraction more load, and what chance adds in ten minutes, as the autoscaler "
-        f"does with scaling.replay.margin ({ScalingReplay().margin:g}); default: the load as it is",
+        f"does with its margin ({ScalingReplay().margin:g}); default: the load as it is",
     )
     parser.add_argument(
         "--limit", type=whole(1), metavar="N", help="stop after N requests (default: the whole trace, or 2000)"

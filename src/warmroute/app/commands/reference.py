@@ -12,7 +12,8 @@ import msgspec
 
 from warmroute.app.commands import number
 from warmroute.config import describe_keys, tables
-from warmroute.config.file import RESTART_KEYS
+from warmroute.config.file import BASIC_KEYS, RESTART_KEYS
+from warmroute.config.section import REMOVED_IN, Key, toml_value
 
 # warmroute config-reference: prints the configuration reference (docs/reference/configuration.md).
 
@@ -20,12 +21,17 @@ CONFIG_INTRODUCTION = """\
 # Configuration
 
 `warmroute serve --config FILE` reads one TOML file; `warmroute check-config FILE` checks it. An unknown key is an error
-that names the nearest known key.
+that names the nearest known key. A key that was removed in {removed_in} is a warning that names the value in use now;
+the version after {removed_in} rejects it.
 
 The router reloads the file when it changes and on SIGHUP. Running requests continue. If the file is invalid, the router
 logs the error and keeps the previous configuration. These tables and keys take effect only after a restart: {restart}.
 
 `warmroute config-reference` generates this page.
+
+## The keys that most operators set
+
+`warmroute init` writes them. [All tables](#listen) follow.
 """
 
 
@@ -45,31 +51,34 @@ def config_reference() -> str:
 
 def _lines() -> Iterator[str]:
     headings = {name: f"[[{name}]]" if repeatable else f"[{name}]" for name, _section, repeatable in tables()}
-    yield CONFIG_INTRODUCTION.format(restart=", ".join(f"`{headings.get(name, name)}`" for name in RESTART_KEYS))
+    restart = ", ".join(f"`{headings.get(name, name)}`" for name in RESTART_KEYS)
+    yield CONFIG_INTRODUCTION.format(restart=restart, removed_in=REMOVED_IN)
+    yield "| key | default | |"
+    yield "| --- | --- | --- |"
+    known = {f"{name}.{key.name}": key for name, section, _ in tables() for key in describe_keys(section)}
+    for path in BASIC_KEYS:
+        table, _, name = path.rpartition(".")
+        yield f"| `{headings[table]}` `{name}` | {_default(known[path])} | {known[path].description} |"
+    yield ""
     for name, section, repeatable in tables():
+        keys = list(describe_keys(section))
+        if not keys:
+            continue
         yield f"## `{headings[name]}`"
         yield ""
         yield " ".join((section.__doc__ or "").split()) + (" Repeatable." if repeatable else "")
         yield ""
         yield "| key | type | default | |"
         yield "| --- | --- | --- | --- |"
-        for key in describe_keys(section):
-            if key.default is msgspec.NODEFAULT:
-                default = "required"
-            else:
-                default = "unset" if key.default is None else f"`{_toml(key.default)}`"
-            yield f"| `{key.name}` | {key.type_name} | {default} | {key.description} |"
+        for key in keys:
+            yield f"| `{key.name}` | {key.type_name} | {_default(key)} | {key.description} |"
         yield ""
 
 
-def _toml(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, str):
-        return f'"{value}"'
-    if isinstance(value, tuple):
-        return "[" + ", ".join(_toml(item) for item in value) + "]"
-    return f"{value:_}" if isinstance(value, int) and value > 65_535 else str(value)
+def _default(key: Key) -> str:
+    if key.default is msgspec.NODEFAULT:
+        return "required"
+    return "unset" if key.default is None else f"`{toml_value(key.default)}`"
 
 
 # warmroute metrics-reference: prints the metrics reference, from what app/metrics/ declares.

@@ -5,12 +5,24 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
+from typing import Final
 
 from warmroute.app.doctor import MAX_CONCURRENT, checks
 from warmroute.app.doctor.answers import NodeFacts, NodeHttp, ask_node, printable
 from warmroute.config import Config
 from warmroute.edge.connection_pool import node_tls
 from warmroute.engines import engine_of
+
+_DEFAULTS: Final = {
+    "prompts": ["download_tokenizers = false    # true: from the model's hub repository"],
+    "log": ['level = "info"', 'format = "text"    # or "json"'],
+    "limits": ["body_bytes = 33_554_432    # of a request; images need more"],
+    "upstream": ["first_byte_timeout_s = 600    # until a response begins; without streaming, until it is complete"],
+    "shutdown": [
+        "delay_s = 0    # until load balancers notice that /ready is 503",
+        "deadline_s = 30    # for running requests",
+    ],
+}
 
 
 async def ask_nodes(config: Config, timeout_s: float) -> list[NodeFacts]:
@@ -50,6 +62,7 @@ def _lines(nodes: list[NodeFacts], host: str, port: int, admin_port: int) -> Ite
     yield "[admin]                # live page, metrics and admin API"
     yield 'host = "127.0.0.1"     # other addresses need token_sha256'
     yield f"port = {admin_port}"
+    yield '# token_sha256 = "…"    # `warmroute hash-key` prints a token and its hash'
     yield ""
     yield "# Drains, roles and nodes of the admin API survive a restart with:"
     yield "# [state]"
@@ -68,6 +81,11 @@ def _lines(nodes: list[NodeFacts], host: str, port: int, admin_port: int) -> Ite
     yield "# [[discovery]]"
     yield '# kind = "file"'
     yield '# file = "/etc/warmroute/targets.json"'
+    yield ""
+    yield "# What else operators set, with the defaults."
+    for table, lines in _DEFAULTS.items():
+        yield f"# [{table}]"
+        yield from (f"# {line}" for line in lines)
 
 
 def _node(facts: NodeFacts) -> Iterator[str]:

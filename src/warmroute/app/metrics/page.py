@@ -373,7 +373,7 @@ DECISIONS: Final = counter(
     "decisions", "Requests sent to a first node, by why the policy chose it.", "policy", "reason"
 )
 TRACES_LIMITED: Final = counter(
-    "traces_limited", "Requests not traced because clients asked for more than `tracing.max_client_traces_per_s`."
+    "traces_limited", "Requests not traced because clients asked for more than 100 per second."
 )
 LOOP_DELAY: Final = histogram("event_loop_delay_seconds", "How late the event loop ran a timer, ten times a second.")
 LOOP_DELAY_MAX: Final = gauge(
@@ -426,12 +426,12 @@ class RouterMetrics:
                 page[ALERTS_SENT].add(self._webhook.counts[outcome], format_labels(outcome=outcome))
 
 
-REQUEST_BODIES: Final = gauge("request_bodies_bytes", "Memory for request bodies; `limits.buffered_bytes` limits it.")
+REQUEST_BODIES: Final = gauge("request_bodies_bytes", "Memory for request bodies, at most 2 GiB.")
 CLIENT_UNREAD: Final = gauge(
-    "client_unread_bytes", "Memory for what clients have not read of their responses; `limits.unread_bytes` limits it."
+    "client_unread_bytes", "Memory for what clients have not read of their responses, at most 1 GiB."
 )
 CLIENTS_TOO_SLOW: Final = counter(
-    "clients_too_slow", "Clients that the router disconnected because `limits.unread_bytes` was reached."
+    "clients_too_slow", "Clients that the router disconnected because clients had left 1 GiB unread."
 )
 
 

@@ -52,7 +52,7 @@ NO_LOOKUPS: Final = (
     f"overlap or approximate; or l{_LET_REPORT}"
 )
 NOT_LOOKED_UP: Final = (
-    f"{_NOT_COUNTED}they are shorter than index.min_prompt_tokens or the router cannot read them, and responses do not "
+    f"{_NOT_COUNTED}they are shorter than 200 tokens or the router cannot read them, and responses do not "
     f"report it. L{_LET_REPORT}"
 )
 

@@ -50,7 +50,7 @@ class BoundedRendezvous(Policy):
 
 # prefix_hash: requests with the same prefix go to the same node, without knowledge of its cache.
 #
-# The key is the model and, by `routing.prefix_key`,
+# The key is the model and, by `Routing.prefix_key`,
 #
 #     system_and_user    the first characters of the system prompt and of the first user message: a conversation stays
 #     on
@@ -96,7 +96,7 @@ def _first(text: bytes, characters: int) -> bytes:
 # session: a conversation stays on its node, placed by rendezvous hashing with bounded load.
 #
 # A session header identifies it, or `session_id`, `conversation_id`, `prompt_cache_key` or `user` in the body. A
-# request that names no session goes to the least loaded node; with `routing.prefix_key` = `system` or `start`, it is
+# request that names no session goes to the least loaded node; with `Routing.prefix_key` = `system` or `start`, it is
 # placed by that key, as `prefix_hash` does.
 
 

@@ -64,7 +64,7 @@ from warmroute.scaling.replay_planner import PlanningTask
 #   difference does not count for any fleet.
 
 USUAL_REQUESTS: Final = 4000
-"""A replay has no more, unless they cover too little time: then it has up to `scaling.replay.max_requests`."""
+"""A replay has no more, unless they cover too little time: then it has up to `ScalingReplay.max_requests`."""
 MIN_MEASURED: Final = 20
 """Fewer measured requests say too little about a p90, and nothing if the traffic has just stopped."""
 MAX_OFFERS: Final = 3
@@ -149,7 +149,7 @@ def _why_skipped(
     if _is_too_short(sample, recorded, until_ms):
         recorded_s = (until_ms - recorded[0].at_ms) / 1000.0
         return (
-            f"replay has too much traffic: {request.max_requests} requests (scaling.replay.max_requests) cover "
+            f"replay has too much traffic: {request.max_requests} requests cover "
             f"{sample.measured_s:.0f} s of one node, at least {MIN_MEASURED_SHARE * recorded_s:.0f} s are needed"
         )
     if len(sample.requests) - sample.warm_up < MIN_MEASURED:
