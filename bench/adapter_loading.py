@@ -65,7 +65,7 @@ def main() -> None:
     add_record_option(parser)
     args = parser.parse_args()
     report = Report()
-    report.table("adapters", "`price.adapter_load_ms`", "adapters loaded", "TTFT p50, ms", "p95", "hit rate")
+    report.table("adapters", "`adapter_load_ms`", "adapters loaded", "TTFT p50, ms", "p95", "hit rate")
     for priced_ms in (0.0, args.load_ms / 2, args.load_ms):
         run(priced_ms, args, report)
     report.record(args.record)

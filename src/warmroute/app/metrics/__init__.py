@@ -120,7 +120,7 @@ SPLIT_REQUESTS: Final = _counter(
 )
 CLIENT_CONNECTIONS: Final = _gauge("client_connections", "Open client connections.")
 CLIENT_CONNECTIONS_ACCEPTED: Final = _counter("client_connections_accepted", "Accepted client connections.")
-REQUEST_BODIES: Final = _gauge("request_bodies_bytes", "Memory for request bodies, at most 2 GiB.")
+REQUEST_BODIES: Final = _gauge("request_bodies_bytes", "Memory for request bodies; `limits.buffered_bytes` limits it.")
 CLIENT_UNREAD: Final = _gauge(
     "client_unread_bytes", "Memory for what clients have not read of their responses, at most 1 GiB."
 )
