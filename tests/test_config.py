@@ -65,7 +65,7 @@ def _keys_only(table: dict[str, Any], section: type[Section]) -> dict[str, Any]:
         ({"url": "http://a"}, "unknown key url; did you mean cluster.url?"),
         ({"tenant": "t"}, "unknown key tenant; did you mean keys.tenant or routes.tenant?"),
         ({"zzz": 1}, f"unknown key zzz; known keys: {', '.join(sorted(keys_of(Config)))}"),
-        ({"log": {"qqqq": 1}}, "unknown key log.qqqq; known keys: format, level"),
+        ({"log": {"qqqq": 1}}, "unknown key log.qqqq; known keys: format, level, requests"),
     ],
 )
 def test_an_unknown_key_is_rejected_with_the_nearest_known_key(table: dict[str, Any], message: str) -> None:

@@ -41,9 +41,7 @@ POLICIES = ("round_robin", "least_loaded", "prefix_hash", "price")
 FIRST_PORT = 8001
 BLOCK_TOKENS = 32
 START_S = 240.0
-ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1", "DO_NOT_TRACK": "1",
-    "WARMROUTE_EXPERIMENT": "1",  # the router's file sets assumed_cache_tokens, which is no key
-}  # fmt: skip
+ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1", "DO_NOT_TRACK": "1"}
 
 
 # The environment and the engines.

@@ -269,7 +269,7 @@ def test_contradicting_limits_are_rejected() -> None:
         ([{"role": "prefill", "min_nodes": 9}, {"role": "decode", "min_nodes": 9}], "sum of all min_nodes"),
     ):
         with pytest.raises(ConfigError, match=problem):
-            from_table({"scaling": {"enabled": True, "max_nodes": 16, "roles": roles}}, experiment=True)
+            from_table({"scaling": {"enabled": True, "max_nodes": 16, "roles": roles}})
 
 
 @pytest.mark.parametrize("decode", ["decode", "mixed"])

@@ -250,7 +250,7 @@ def test_only_http_urls_are_allowed(url: str) -> None:
 @pytest.mark.parametrize("header", ["Host", "content-length", "Transfer-Encoding", "X Y", "X:", "", "X\r\nY", "x" * 65])
 def test_the_header_of_the_secret_is_one_header(header: str) -> None:
     with pytest.raises(ConfigError):
-        from_table({"alerts": {"webhook_url": "https://h/x", "webhook_header": header}}, experiment=True)
+        from_table({"alerts": {"webhook_url": "https://h/x", "webhook_header": header}})
 
 
 def test_a_secret_needs_a_variable_that_is_set_and_a_url(monkeypatch: pytest.MonkeyPatch) -> None:

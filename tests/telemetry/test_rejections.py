@@ -81,6 +81,6 @@ def test_each_reason_has_a_sentence_that_names_a_setting_that_exists() -> None:
     reasons |= {"deadline_ttft", "deadline_total", "requests_per_min", "tokens_per_min"}
     assert set(_ADVICE) == reasons
     keys = {f"{name}.{key}" for name, section, _ in tables() for key in keys_of(section)}
-    for reason, advice in _ADVICE.items():  # only experiments have a limit of queue_threshold
+    for reason, advice in _ADVICE.items():
         named = re.findall(r"\b[a-z]+\.[a-z_]+\b", advice)
-        assert (named or reason == "queue_threshold") and keys.issuperset(named), f"{reason}: {named}"
+        assert named and keys.issuperset(named), f"{reason}: {named}"

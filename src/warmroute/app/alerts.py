@@ -318,7 +318,8 @@ _ADVICE: Final = {
     "scaling.first_node_wait_s. Raise the limit if clients may wait longer, or add nodes.",
     "max_inflight": "Every node is at its limit nodes.max_inflight, and these requests may not wait at the router. "
     "Raise the limit if the engines have room, or add nodes.",
-    "queue_threshold": "Every engine's own queue is at the limit of this experiment. Add nodes.",
+    "queue_threshold": "Every engine's own queue is at the limit admission.queue_threshold; low-priority requests may "
+    "take half of it. Raise the limit if clients may wait longer, or add nodes.",
     "would_queue": "No node had room (250 ms of prefill work, nodes.max_inflight), and the clients asked not to "
     "wait (`X-Queue: no`). Let these requests wait, or add nodes.",
     "deadline_ttft": "No node can meet the clients' TTFT deadlines (routes.ttft_deadline_ms, or the header "

@@ -29,8 +29,13 @@ class Alerts(Section, frozen=True):
     webhook_secret_env: Annotated[
         str, Meta(description="Environment variable with the value of `webhook_header`. Empty: no such header.")
     ] = ""
-    webhook_header: Annotated[str, Meta(pattern=r"^[!#$%&'*+.^_`|~0-9A-Za-z-]{1,64}$"), REMOVED] = "Authorization"
-    """Header that carries the secret. Most receivers read this one."""
+    webhook_header: Annotated[
+        str,
+        Meta(
+            pattern=r"^[!#$%&'*+.^_`|~0-9A-Za-z-]{1,64}$",
+            description="Header that carries the secret, for example `Authorization` with the value `Bearer …`.",
+        ),
+    ] = "Authorization"
     webhook_severity: Annotated[Literal["critical", "warning", "info"], REMOVED] = "warning"
     """The least severe alerts that are sent. An `info` asks nobody to act."""
 

@@ -46,8 +46,7 @@ class Admin(Section, frozen=True):
         str, Meta(description="Address to listen on. Any address except loopback requires `token_sha256`.")
     ] = "127.0.0.1"
     port: Annotated[Port, Meta(description="TCP port. 0 picks a free port and logs it.")] = 8081
-    enabled: Annotated[bool, REMOVED] = True
-    """Start the admin listener. By default only processes of this machine reach it."""
+    enabled: Annotated[bool, Meta(description="Start the admin listener.")] = True
     token_sha256: Annotated[
         str,
         Meta(
@@ -64,16 +63,24 @@ class Limits(Section, frozen=True):
     header_bytes: Annotated[Bytes, REMOVED] = 32_768
     """Maximum size of a request head. Above: 431. As large as those of common proxies in front."""
     body_bytes: Annotated[Bytes, Meta(description="Maximum size of a request body. Above: 413.")] = 33_554_432
-    buffered_bytes: Annotated[Bytes, REMOVED] = 2_147_483_648
-    """Maximum memory for all request bodies together: 64 of the largest. Above: 503 for further requests. With keys of
-    several tenants, each may take at most half of what the others leave."""
+    buffered_bytes: Annotated[
+        Bytes,
+        Meta(
+            description="Maximum memory for all request bodies together. Above: 503 for further requests. With keys of "
+            "several tenants, each may take at most half of what the others leave."
+        ),
+    ] = 2_147_483_648
     unread_bytes: Annotated[Bytes, REMOVED] = 1_073_741_824
     """Maximum memory for what clients have not read of their responses. Above: the router disconnects the slowest
     clients."""
-    connections: Annotated[Count, REMOVED] = 20_000
-    """Maximum number of client connections, as many as a core serves. When it is reached, a new connection takes the
-    place of the oldest one without a request, and gets 503 if there is none; the others are closed after their next
-    response."""
+    connections: Annotated[
+        Count,
+        Meta(
+            description="Maximum number of client connections. When it is reached, a new connection takes the place of "
+            "the oldest one without a request, and gets 503 if there is none; the others are closed after their next "
+            "response."
+        ),
+    ] = 20_000
     first_request_timeout_s: Annotated[Seconds, REMOVED] = 10.0
     """Time after which the router closes a new connection that has sent nothing: such connections cost an attacker
     nothing."""
@@ -95,8 +102,9 @@ class Log(Section, frozen=True):
     format: Annotated[
         Literal["text", "json"], Meta(description="`text`: one line per event. `json`: one JSON object per line.")
     ] = "text"
-    requests: Annotated[bool, REMOVED] = False
-    """Log one line per request, without its content. It slows the router; the journal has the same."""
+    requests: Annotated[
+        bool, Meta(description="Log one line per request, without its content. For debugging: it slows the router.")
+    ] = False
 
 
 class State(Section, frozen=True):

@@ -35,7 +35,6 @@ class NodeConfig(Section, frozen=True):
 
     removed: ClassVar = {
         "max_model_len": "what the engine reports",
-        "kv_store": "the store of its island",
         "kv_replay": "what the engine reports",
     }
 
@@ -69,8 +68,12 @@ class NodeConfig(Section, frozen=True):
             description="Port of a prefill node's bootstrap server (SGLang's `--disaggregation-bootstrap-port`).",
         ),
     ] = 8998
-    kv_store: Annotated[str, REMOVED] = ""
-    """Shared KV store of the node: the name of a `[[kv_stores]]`. Empty: that of its island, if any."""
+    kv_store: Annotated[
+        str,
+        Meta(
+            description="Shared KV store of the node: the name of a `[[kv_stores]]`. Empty: that of its island, if any."
+        ),
+    ] = ""
     island: Annotated[
         str, Meta(description="Island of the node: provider and region, for example `aws/us-east-1`.")
     ] = "local"
@@ -170,11 +173,13 @@ def island_problems(islands: Sequence[IslandConfig]) -> Iterator[str]:
 class KvStoreConfig(Section, frozen=True):
     """A KV store that several nodes read and write. What one of them has prefilled, the others can load."""
 
-    name: Annotated[str, Meta(min_length=1, description="Name in metrics.")]
+    name: Annotated[str, Meta(min_length=1, description="Name, for `nodes.kv_store` and the metrics.")]
     capacity_tokens: Annotated[
         Count, Meta(description="Tokens that fit: the store's bytes divided by the bytes of KV cache per token.")
     ]
-    island: Annotated[str, Meta(description="All nodes of this island use the store. Empty: none.")] = ""
+    island: Annotated[
+        str, Meta(description="All nodes of this island use the store. Empty: those with `nodes.kv_store`.")
+    ] = ""
 
 
 def kv_store_of(node: NodeConfig, stores: Sequence[KvStoreConfig]) -> str:
@@ -208,12 +213,7 @@ class DiscoveryConfig(Section, frozen=True):
 
     removed: ClassVar = {
         "models": "what the nodes report",
-        "gpu": "what the source reports",
-        "usd_per_hour": "what the source reports",
-        "max_inflight": "no limit",
         "kv_replay": "what the engine reports",
-        "dns_server": "/etc/resolv.conf",
-        "port_name": "the only port, or `port`",
     }
 
     kind: Annotated[Literal["file", "dns", "kubernetes"], Meta(description="Kind of source.")]
@@ -230,18 +230,17 @@ class DiscoveryConfig(Section, frozen=True):
     ] = 0
     models: Annotated[tuple[str, ...], REMOVED] = ()
     """Models that the nodes serve. Empty: read from their /v1/models."""
-    engine: Annotated[EngineName, REMOVED] = "auto"
-    """Engine of the nodes. `auto`: detected from their metrics."""
+    engine: Annotated[
+        EngineName,
+        Meta(description="Engine of the nodes. `auto`: detected from their metrics."),
+    ] = "auto"
     role: Annotated[Role, Meta(description="Role of the nodes that name none themselves.")] = "mixed"
     island: Annotated[
         str, Meta(description="Island of the nodes. Empty: as the source reports it, otherwise `local`.")
     ] = ""
-    gpu: Annotated[str, REMOVED] = ""
-    """GPU of the nodes. Empty: as the source reports it."""
-    usd_per_hour: Annotated[float, Meta(ge=0), REMOVED] = 0.0
-    """Cost of each node. 0: unknown."""
-    max_inflight: Annotated[MaxInflight, REMOVED] = 0
-    """Requests that the router sends to a node at the same time. 0: no limit."""
+    gpu: Annotated[str, Meta(description="GPU of the nodes. Empty: as the source reports it.")] = ""
+    usd_per_hour: Annotated[float, Meta(ge=0, description="Cost of each node. 0: unknown.")] = 0.0
+    max_inflight: MaxInflight = 0
     api_key_env: Annotated[str, Meta(description="Environment variable with the API key that the engines require.")] = (
         ""
     )
@@ -261,9 +260,14 @@ class DiscoveryConfig(Section, frozen=True):
 
     dns_name: Annotated[str, Meta(description="dns: the name to resolve.")] = ""
     record_type: Annotated[Literal["A", "AAAA", "SRV"], Meta(description="dns: records to resolve.")] = "A"
-    dns_server: Annotated[str, Meta(pattern=r"^([0-9.]+(:[0-9]+)?|\[[0-9A-Fa-f:]+\](:[0-9]+)?)?$"), REMOVED] = ""
-    """dns: address of the DNS server: `10.0.0.53`, `10.0.0.53:8600` or `[fd00::53]:53`. Empty: as /etc/resolv.conf
-    says."""
+    dns_server: Annotated[
+        str,
+        Meta(
+            pattern=r"^([0-9.]+(:[0-9]+)?|\[[0-9A-Fa-f:]+\](:[0-9]+)?)?$",
+            description="dns: address of the DNS server: `10.0.0.53`, `10.0.0.53:8600` or `[fd00::53]:53`. Empty: as "
+            "/etc/resolv.conf says.",
+        ),
+    ] = ""
     max_refresh_s: Annotated[Seconds, REMOVED] = 30.0
     """dns: longest time between two resolutions. A record's TTL may be shorter: half a minute is how long a new node
     waits."""
@@ -279,8 +283,7 @@ class DiscoveryConfig(Section, frozen=True):
             "Its InferenceObjectives set the priorities of requests that reach `warmroute picker`."
         ),
     ] = ""
-    port_name: Annotated[str, REMOVED] = ""
-    """kubernetes: name of the port, if a Service or a Pod has several. Empty: the only one, or that of `port`."""
+    port_name: Annotated[str, Meta(description="kubernetes: name of the port, if a Service or a Pod has several.")] = ""
     namespace: Annotated[
         str, Meta(description="kubernetes: namespace of the Service or of the Pods. Empty: that of the context.")
     ] = ""
@@ -342,7 +345,7 @@ def _problems(one: DiscoveryConfig) -> Iterator[str]:
     if one.kind == "kubernetes" and sum(map(bool, (one.service, one.pod_selector, one.inference_pool))) != 1:
         yield f"discovery: kind 'kubernetes' requires one of service, pod_selector and inference_pool ({one.label})"
     if one.inference_pool and (one.port or one.port_name):
-        yield f"discovery: the InferencePool names the ports; remove port ({one.label})"
+        yield f"discovery: the InferencePool names the ports; remove port and port_name ({one.label})"
 
 
 # How the router talks to nodes: connections, health checks, polling of their metrics.
@@ -357,8 +360,9 @@ class Upstream(Section, frozen=True):
         Seconds,
         Meta(description="Time for a node to start its response. Without streaming, it starts when it is complete."),
     ] = 600.0
-    between_chunks_timeout_s: Annotated[Seconds, REMOVED] = 120.0
-    """Maximum time between two chunks of a response. An engine that swaps or preempts a stream pauses for seconds."""
+    between_chunks_timeout_s: Annotated[Seconds, Meta(description="Maximum time between two chunks of a response.")] = (
+        120.0
+    )
     idle_timeout_s: Annotated[Seconds, REMOVED] = 4.0
     """Time the router keeps an unused connection: below the 5 s after which vLLM and SGLang close it."""
     max_attempts: Annotated[
@@ -398,11 +402,12 @@ class Health(Section, frozen=True):
 
 
 class Hedging(Section, frozen=True):
-    """Sending a request that waits too long for its first token to a second node, too. The file sets none of this."""
+    """Sending a request that waits too long for its first token to a second node as well."""
 
-    max_ratio: Annotated[float, Meta(ge=0, le=1), REMOVED] = 0.05
-    """Maximum share of requests that the router hedges, beside ten at once: few enough not to load a fleet that is
-    merely slow. 0: none."""
+    max_ratio: Annotated[
+        float,
+        Meta(ge=0, le=1, description="Maximum share of requests that the router hedges, beside ten at once. 0: none."),
+    ] = 0.05
     factor: Annotated[float, Meta(ge=1), REMOVED] = 5.0
     """A first token is overdue after this many times the time that the router expected: estimates of a node that works
     are rarely wrong by more."""

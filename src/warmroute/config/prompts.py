@@ -60,15 +60,19 @@ class ModelConfig(Section, frozen=True):
     chat_template: Annotated[
         str, Meta(description="File with the engines' chat template. Empty: the template of the model.")
     ] = ""
-    chat_template_content_format: Annotated[Literal["auto", "string", "openai"], REMOVED] = "auto"
-    """Format of message contents for the template. `auto`: detected from the template, as vLLM does."""
+    chat_template_content_format: Annotated[
+        Literal["auto", "string", "openai"],
+        Meta(description="Format of message contents for the template. `auto`: detected, as vLLM does."),
+    ] = "auto"
     default_chat_template_kwargs: Annotated[
         dict[str, bool | int | float | str],
         Meta(description="Template variables that the engines set if the request does not."),
     ] = msgspec.field(default_factory=dict)
-    trust_request_chat_template: Annotated[bool, REMOVED] = False
-    """The engines accept a chat template in the request. vLLM does not by default."""
-    exclude_tools_when_tool_choice_none: Annotated[bool, REMOVED] = False
-    """The engines omit tools from the prompt if `tool_choice` is "none". vLLM does not by default."""
+    trust_request_chat_template: Annotated[
+        bool, Meta(description="The engines accept a chat template in the request.")
+    ] = False
+    exclude_tools_when_tool_choice_none: Annotated[
+        bool, Meta(description='The engines omit tools from the prompt if `tool_choice` is "none".')
+    ] = False
     max_model_len: Annotated[int, Meta(ge=0), REMOVED] = 0
     """Maximum number of prompt and output tokens together. 0: as the nodes report, or unknown."""

@@ -14,7 +14,8 @@ from warmroute.config.section import REMOVED, Bytes, Section
 
 
 class Journal(Section, frozen=True):
-    """Recent routing decisions and their reasons, for `warmroute explain`. It never contains user text."""
+    """Recent routing decisions and their reasons, for `warmroute explain`. It never contains user text, except, with
+    `error_text`, what engines repeat of it in errors."""
 
     max_decisions: Annotated[int, Meta(ge=0, le=1000000), REMOVED] = 1000
     """Decisions kept in memory, 1 to 15 KB each: at 100 requests per second those of the last ten seconds. 0: none."""
@@ -23,9 +24,13 @@ class Journal(Section, frozen=True):
     """Fraction of the finished requests that the router writes to the file: all, so that a report finds each one."""
     file_max_bytes: Annotated[Bytes, REMOVED] = 67_108_864
     """Size at which the router renames the file to `FILE.1` and starts a new one: at most 128 MiB on disk."""
-    error_text: Annotated[bool, REMOVED] = False
-    """Keep the first 1,000 characters of what a node says in an error response. Engines repeat parts of prompts in
-    them, and no user text may be kept."""
+    error_text: Annotated[
+        bool,
+        Meta(
+            description="Keep the first 1,000 characters of what a node says in an error response. Engines repeat "
+            "parts of prompts in them."
+        ),
+    ] = False
     response_headers: Annotated[
         Literal["off", "on_request", "always"],
         Meta(

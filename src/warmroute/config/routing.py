@@ -22,9 +22,9 @@ class Index(Section, frozen=True):
     min_prompt_tokens: Annotated[int, Meta(ge=0), REMOVED] = 200
     """The router ignores caches for prompts shorter than this and routes them by load: their prefill costs less than a
     worse balance."""
-    assumed_cache_tokens: Annotated[Count, REMOVED] = 131_072
-    """Size of a node's KV cache if the node does not report it: an 8B model on a GPU with 24 to 48 GB. vLLM, SGLang and
-    TensorRT-LLM report it."""
+    assumed_cache_tokens: Annotated[
+        Count, Meta(description="Size of a node's KV cache if the node does not report it.")
+    ] = 131_072
 
 
 class Routing(Section, frozen=True):
@@ -61,7 +61,7 @@ class Routing(Section, frozen=True):
 
 
 class Pricing(Section, frozen=True):
-    """The policy `price`. The file sets none of this."""
+    """The policy `price`."""
 
     second_home_ms: Annotated[float, Meta(ge=0), REMOVED] = 250.0
     """Extra time a request may take on another node in order to cache a hot prefix there, too: as
@@ -73,9 +73,13 @@ class Pricing(Section, frozen=True):
     wins."""
     adapter_load_ms: Annotated[float, Meta(ge=0), REMOVED] = 200.0
     """Time a node takes to load a LoRA adapter, until it was measured."""
-    split: Annotated[Literal["by_price", "always", "never"], REMOVED] = "by_price"
-    """When a `prefill` node prefills for another node: where that costs less, always if a prefill node is up, or
-    never."""
+    split: Annotated[
+        Literal["by_price", "always", "never"],
+        Meta(
+            description="When a `prefill` node prefills for another node: where that costs less, always if a prefill "
+            "node is up, or never."
+        ),
+    ] = "by_price"
     max_saving_ms: Annotated[float, Meta(gt=0), NOT_IN_FILE] = 60_000.0
     """Upper limit for the time that a cached prefix saves, so that no prefix keeps its node for ever."""
     room: Annotated[bool, NOT_IN_FILE] = True
@@ -88,10 +92,6 @@ class Pricing(Section, frozen=True):
 
 class Admission(Section, frozen=True):
     """Which requests the router sends on, queues or rejects."""
-
-    removed: ClassVar = {
-        "queue_threshold": "no limit",
-    }
 
     queue_at_router: Annotated[bool, REMOVED] = True
     """Queue requests in the router, not in the engine, until their node has room: they can still change nodes, and go
@@ -110,10 +110,14 @@ class Admission(Section, frozen=True):
     max_wait_s: Annotated[
         float, Meta(ge=0, description="Maximum time a request waits in the router. Above: 503. 0: no limit.")
     ] = 0.0
-    queue_threshold: Annotated[int, Meta(ge=0), REMOVED] = 0
-    """The router skips nodes with this many requests in their own queue. If all nodes have: 429. Low priority: half of
-    it. High priority: no limit. 0: no limit, because the router's own queue keeps those of the engines short. For all
-    policies."""
+    queue_threshold: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="The router skips nodes with this many requests in their own queue. If all nodes have: 429. "
+            "Low priority: half of it. High priority: no limit. 0: no limit. For all policies.",
+        ),
+    ] = 0
 
 
 # Priorities of requests: names in the configuration, headers and metrics; numbers in the admission queue.
@@ -142,7 +146,7 @@ class RouteConfig(Section, frozen=True):
         for table, names in {
             "routing": ("prefix_key", "prefix_characters"),
             "price": ("cache_weight",),
-            "admission": ("queue_threshold", "queue_at_router", "max_wait_s"),
+            "admission": ("queue_at_router",),
         }.items()
         for name in names
     }
@@ -185,12 +189,14 @@ class RouteConfig(Section, frozen=True):
         PriorityName,
         Meta(description="Priority if the request does not set one. `keys.max_priority` limits it."),
     ] = "normal"
-    queue_threshold: Annotated[Annotated[int, Meta(ge=0)] | None, REMOVED] = None
-    """Overrides `admission.queue_threshold`."""
+    queue_threshold: Annotated[
+        Annotated[int, Meta(ge=0)] | None, Meta(description="Overrides `admission.queue_threshold`.")
+    ] = None
     queue_at_router: Annotated[bool | None, REMOVED] = None
     """Overrides `admission.queue_at_router`."""
-    max_wait_s: Annotated[Annotated[float, Meta(ge=0)] | None, REMOVED] = None
-    """Overrides `admission.max_wait_s`."""
+    max_wait_s: Annotated[
+        Annotated[float, Meta(ge=0)] | None, Meta(description="Overrides `admission.max_wait_s`.")
+    ] = None
     allow_engine_fields: Annotated[
         bool,
         Meta(

@@ -34,11 +34,14 @@ class IslandLimits(Section, frozen=True):
 
 
 class RoleLimits(Section, frozen=True):
-    """Limits on the number of nodes of a role: `decode` are all nodes that serve requests, also mixed ones."""
+    """Limits on the number of nodes of a role."""
 
-    role: Annotated[Pool, NOT_IN_FILE]
-    min_nodes: Annotated[Count, NOT_IN_FILE] = 1
-    max_nodes: Annotated[Count, NOT_IN_FILE] = 64
+    role: Annotated[
+        Pool,
+        Meta(description="`prefill`: the prefill nodes. `decode`: all nodes that serve requests, also mixed ones."),
+    ]
+    min_nodes: Annotated[Count, Meta(description="Minimum number of nodes.")] = 1
+    max_nodes: Annotated[Count, Meta(description="Maximum number of nodes.")] = 64
 
 
 class Hours(Section, frozen=True):
@@ -100,7 +103,6 @@ class Scaling(Section, frozen=True):
     removed: ClassVar = {
         "keda_host": "listen.host",
         "max_latency_p99_ms": "no limit",
-        "roles": "at least one node of each role",
     }
 
     enabled: Annotated[bool, Meta(description="Scale the fleet.")] = False
@@ -137,8 +139,10 @@ class Scaling(Section, frozen=True):
     """Time after a change before the router adds nodes: half of what `stable_window_s` needs to show the change."""
     cooldown_down_s: Annotated[Seconds, REMOVED] = 180.0
     """Time after a change before the router removes nodes. A node that is missing costs more than one too many."""
-    scale_to_zero_after_s: Annotated[float, Meta(ge=0), REMOVED] = 600.0
-    """Time without requests after which the last nodes are removed, with `min_nodes = 0`: a new start takes minutes."""
+    scale_to_zero_after_s: Annotated[
+        float,
+        Meta(ge=0, description="Time without requests after which the last nodes are removed. Needs `min_nodes = 0`."),
+    ] = 600.0
     first_node_wait_s: Annotated[
         Seconds, Meta(description="Maximum time a request waits for the first node of an empty fleet.")
     ] = 600.0
@@ -147,8 +151,9 @@ class Scaling(Section, frozen=True):
     capacity are not asked in vain."""
     boot_timeout_s: Annotated[Seconds, REMOVED] = 900.0
     """Time for a new node to get an address. Clouds that have a machine give it one within minutes."""
-    load_timeout_s: Annotated[Seconds, REMOVED] = 1800.0
-    """Time for its engine to load the model and pass a health check: 140 GB of weights take it at 80 MB/s."""
+    load_timeout_s: Annotated[
+        Seconds, Meta(description="Time for its engine to load the model and pass a health check.")
+    ] = 1800.0
     drain_timeout_s: Annotated[Seconds, REMOVED] = 900.0
     """Time for the requests of a draining node to finish before the router removes it: longer than
     `first_byte_timeout_s`."""
@@ -186,8 +191,7 @@ class Scaling(Section, frozen=True):
     replay: ScalingReplay = ScalingReplay()
     hours: tuple[Hours, ...] = ()
     islands: tuple[IslandLimits, ...] = ()
-    roles: Annotated[tuple[RoleLimits, ...], REMOVED] = ()
-    """Limits of the two pools, for experiments: at least one node of each role, and `max_nodes` for both together."""
+    roles: tuple[RoleLimits, ...] = ()
 
 
 def scaling_problems(scaling: Scaling, node_roles: Set[Role]) -> Iterator[str]:
@@ -240,12 +244,8 @@ class ProvisionerConfig(Section, frozen=True):
     """A source of nodes. Each kind takes only some of the keys (docs/reference/provisioners.md)."""
 
     removed: ClassVar = {
-        "max_inflight": "no limit",
         "expected_start_s": "what it measures",
-        "max_nodes": "no limit",
         "state_dir": "the user's state directory",
-        "subnets": "those of the launch template",
-        "user_data_file": "that of the launch template",
     }
 
     kind: Annotated[Kind, Meta(description="Kind of provisioner.")]
@@ -269,20 +269,16 @@ class ProvisionerConfig(Section, frozen=True):
     ] = "mixed"
     bootstrap_port: Annotated[int, Meta(ge=1, le=65_535), REMOVED] = 8998
     """Port of a prefill node's bootstrap server, SGLang's default. As `nodes.bootstrap_port`."""
-    max_inflight: Annotated[MaxInflight, REMOVED] = 0
-    """Requests that the router sends to a node at the same time. 0: no limit."""
+    max_inflight: MaxInflight = 0
     gpu: Annotated[str, Meta(description="GPU of the nodes, for example `L4`. Empty: as the provider reports.")] = ""
-    gpus: Annotated[Count, REMOVED] = 1
-    """GPUs per node if the provider does not report it."""
-    spot: Annotated[bool, REMOVED] = False
-    """process, kubernetes: the nodes can be preempted."""
+    gpus: Annotated[Count, Meta(description="GPUs per node if the provider does not report it.")] = 1
+    spot: Annotated[bool, Meta(description="process, kubernetes: the nodes can be preempted.")] = False
     usd_per_hour: Annotated[
         float, Meta(ge=0, description="process, kubernetes: cost of a node. 0: another node costs nothing.")
     ] = 0.0
     expected_start_s: Annotated[float, Meta(ge=0), REMOVED] = 0.0
     """Expected time until a new node serves. The router replaces it by what it measures."""
-    max_nodes: Annotated[int, Meta(ge=0), REMOVED] = 0
-    """Maximum number of nodes per offer. 0: no limit. `scaling.max_nodes` and `scaling.islands` limit all offers."""
+    max_nodes: Annotated[int, Meta(ge=0, description="Maximum number of nodes per offer. 0: no limit.")] = 0
     allow_free: Annotated[bool, REMOVED] = False
     """Accept offers with a price of 0. The router always accepts them for process and kubernetes: elsewhere a price of
     0 is an error of the provider."""
@@ -340,12 +336,15 @@ class ProvisionerConfig(Section, frozen=True):
     images: Annotated[dict[str, str], Meta(description="ec2: image per region. Overrides the launch template.")] = (
         msgspec.field(default_factory=dict)
     )
-    subnets: Annotated[dict[str, str], REMOVED] = msgspec.field(default_factory=dict)
-    """ec2: subnet per region. Overrides the launch template."""
-    user_data_file: Annotated[str, REMOVED] = ""
-    """ec2: file with the script that starts the engine. Overrides the launch template."""
-    address: Annotated[Literal["private", "public"], REMOVED] = "private"
-    """ec2: address of an instance that the router connects to."""
+    subnets: Annotated[dict[str, str], Meta(description="ec2: subnet per region. Overrides the launch template.")] = (
+        msgspec.field(default_factory=dict)
+    )
+    user_data_file: Annotated[
+        str, Meta(description="ec2: file with the script that starts the engine. Overrides the launch template.")
+    ] = ""
+    address: Annotated[
+        Literal["private", "public"], Meta(description="ec2: address of an instance that the router connects to.")
+    ] = "private"
 
     task_file: Annotated[str, Meta(description="skypilot: YAML file of the task that starts the engine.")] = ""
     sky_command: Annotated[str, REMOVED] = "sky"

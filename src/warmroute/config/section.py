@@ -37,7 +37,7 @@ NOT_IN_FILE: Final = Meta(extra={"in_file": False})
 REMOVED: Final = Meta(extra={"in_file": False, "removed": True})
 """Marks a value of this kind that was a key of the file before REMOVED_IN. A file that still has it starts, with a
 warning; Warmroute uses the default."""
-REMOVED_IN: Final = "0.4"
+REMOVED_IN: Final = "0.3"
 """The version that removed all keys which are still accepted with a warning. The version after it rejects them."""
 
 PolicyName = Literal[

@@ -294,7 +294,7 @@ class NodeError(msgspec.Struct, eq=False, gc=False):
     length: int = 0
     """Bytes of the body; of one without a length that was not read to its end: those that were read."""
     text: str = ""
-    """The beginning of the body; empty unless `Journal.error_text` is set."""
+    """The beginning of the body; empty unless `journal.error_text` is set."""
 
 
 # Sentences that edge and core both send to clients.

@@ -29,7 +29,7 @@ from warmroute.event_log import EventLog
 
 # Collects a request body from the pieces in which it arrives, within the limits on size and memory.
 #
-# All bodies share `Limits.buffered_bytes`. Each tenant may take at most half of what the others leave, so a tenant that
+# All bodies share `limits.buffered_bytes`. Each tenant may take at most half of what the others leave, so a tenant that
 # fills its share leaves room for the next one. A tenant that needs more than is left ends incomplete bodies of tenants
 # that have more than itself. In the end, n tenants that want all they can get have 1 / (n + 1) of the memory each.
 
@@ -841,7 +841,7 @@ class Listener:
         self.closing = False
         """The router stops: idle connections are closed."""
         self.closes_after_response = False
-        """Responses carry `Connection: close`: the router stops, or `Limits.connections` is reached."""
+        """Responses carry `Connection: close`: the router stops, or `limits.connections` is reached."""
         self.on_closed: Callable[[], object] | None = None
         """Is called after a connection was closed."""
         self._empty: asyncio.Event | None = None

@@ -154,7 +154,7 @@ log = EventLog("warmroute.edge")
 MAX_ERROR_BYTES: Final = 8192
 """Of a body, as it is on the wire. The rest is not read."""
 MAX_TEXT: Final = 1000
-"""Characters that are kept with `Journal.error_text`."""
+"""Characters that are kept with `journal.error_text`."""
 MAX_NAME: Final = 64
 MAX_KNOWN: Final = 1024
 READ_S: Final = 1.0
