@@ -230,9 +230,10 @@ class DiscoveryConfig(Section, frozen=True):
     ] = 0
     models: Annotated[tuple[str, ...], REMOVED] = ()
     """Models that the nodes serve. Empty: read from their /v1/models."""
-    engine: Annotated[EngineName, Meta(description="Engine of the nodes. `auto`: detected from their metrics.")] = (
-        "auto"
-    )
+    engine: Annotated[
+        EngineName,
+        Meta(description="Engine of the nodes. `auto`: detected from their metrics."),
+    ] = "auto"
     role: Annotated[Role, Meta(description="Role of the nodes that name none themselves.")] = "mixed"
     island: Annotated[
         str, Meta(description="Island of the nodes. Empty: as the source reports it, otherwise `local`.")

@@ -426,7 +426,7 @@ class RouterMetrics:
                 page[ALERTS_SENT].add(self._webhook.counts[outcome], format_labels(outcome=outcome))
 
 
-REQUEST_BODIES: Final = gauge("request_bodies_bytes", "Memory for request bodies, at most 2 GiB.")
+REQUEST_BODIES: Final = gauge("request_bodies_bytes", "Memory for request bodies; `limits.buffered_bytes` limits it.")
 CLIENT_UNREAD: Final = gauge(
     "client_unread_bytes", "Memory for what clients have not read of their responses, at most 1 GiB."
 )
