@@ -51,6 +51,8 @@ class Child:
         self.silent_s = 0.0
         self.serves = False
         """It has said that it serves."""
+        self.served = False
+        """It has ended, and had said so."""
         self.started_s = time.monotonic()
         self._process: asyncio.subprocess.Process | None = None
         self._signs = -1
@@ -83,7 +85,8 @@ class Child:
         """Return the exit status; negative for a signal."""
         assert self._process is not None
         status = await self._process.wait()
-        self.serves = False
+        self.listen(0.0)
+        self.served, self.serves = self.serves, False
         self._close()
         return status
 
@@ -232,7 +235,7 @@ class EdgeProcesses:
             except OSError as error:  # the system has no memory, processes or file descriptors left
                 log.error("process_not_started", "The parent tries again.", process=child.name, reason=error)
             served_s = time.monotonic() - child.started_s
-            served = self._has_served
+            served = child.served or self._has_served
             if (self._stopped if kind == "brain" else self._stopping).is_set():
                 return
             if not served:
