@@ -662,7 +662,7 @@ class Service:
         shutdown = self.config.shutdown
         self.proxy.own_endpoints.stopping = True
         try:
-            async with asyncio.timeout(shutdown.delay_s):
+            async with asyncio.timeout(shutdown.delay_s if self.edges is None else 0.0):  # edges have waited
                 await self._stop_now.wait()
         except TimeoutError:
             pass

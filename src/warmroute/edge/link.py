@@ -60,7 +60,7 @@ from warmroute.core.wire import (
     hash_for,
     tables_of,
 )
-from warmroute.edge.alone import Alone, Limits
+from warmroute.edge.alone import ALONE_MAX_S, Alone, Limits
 from warmroute.edge.arrival import Kept
 from warmroute.edge.proxy import Proxy
 from warmroute.edge.sockets import PlainSockets
@@ -75,6 +75,7 @@ SILENT_S: Final = 2.0
 PATIENCE_S: Final = 1.0
 """How long calls wait for a brain before the edge decides by itself."""
 CHECK_S: Final = 0.05
+FORGET_S: Final = 1.0
 CONNECT_S: Final = 0.5
 FIRST_CONNECT_S: Final = 10.0
 """With the first configuration, the edge loads what it serves with."""
@@ -197,7 +198,7 @@ class BrainLink:
     async def run(self) -> None:
         """Keep the link up."""
         loop = asyncio.get_running_loop()
-        report_s = 0.0
+        report_s = forget_s = 0.0
         while True:
             now_s = self._now()
             connection = self._connection
@@ -212,12 +213,24 @@ class BrainLink:
                 waits = not self.up and self.alone is None and self.configured.is_set()
                 if waits and now_s >= self.lost_s + PATIENCE_S:
                     self._decide_alone(now_s)
+                if self.alone is not None and now_s > self.alone_since_s + ALONE_MAX_S:
+                    self.tables.is_ready = False
+                if now_s >= forget_s:
+                    forget_s = now_s + FORGET_S
+                    self._forget_ended()
             except Exception:
                 log.exception("link_failed", "The edge tries again.")
             before_s = loop.time()
             await asyncio.sleep(CHECK_S)
             if loop.time() > before_s + SILENT_S / 2 and self._connection is not None:
                 self._connection.heard_s = self._now()  # this process was held up, not the brain
+
+    def _forget_ended(self) -> None:
+        """Forget calls that ended without a word that says so: a response that broke off, or one of Envoy's own."""
+        if self.configured.is_set():
+            exchanges = self._process.proxy.exchanges
+            for number in [number for number in self.open if number not in exchanges]:
+                del self.open[number]
 
     def _send(self, messages: Sequence[Any]) -> None:
         self._out.extend(messages)
