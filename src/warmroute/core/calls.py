@@ -462,6 +462,7 @@ class Calls:
     def arrive(self, call: Call, event: Arrive, now_s: float) -> None:
         """The prompt is read: take the tenant's tokens, and ask for a node."""
         request, admission = event.request, self.admission
+        call.request = request  # what Charge had may lack what the prompt says
         call.request_id = event.request_id
         call.lookup = event.prompt
         call.entered_s = now_s
