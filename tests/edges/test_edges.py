@@ -269,3 +269,45 @@ async def test_capture_log_explanations_and_traces_are_whole(tmp_path: Path) -> 
 
 def _lines(folder: Path) -> list[str]:
     return [line for file in folder.glob("*") for line in file.read_text().splitlines()]
+
+
+async def test_an_edge_that_is_told_to_end_leaves_the_port_to_the_others(tmp_path: Path) -> None:
+    async with engines() as [engine], edges(tmp_path, engine) as router:
+        os.kill(pids(router)["edge 1"], signal.SIGTERM)
+        await until(lambda: sum("edge=edge-1 nodes=" in line for line in router.lines) == 2, "", PATIENCE_S)
+        assert [(await router.request()).status for _ in range(8)] == [200] * 8
+        assert router.logged("edge_left edge=edge-1")
+
+
+async def test_a_name_that_cannot_be_sent_costs_its_own_request_only(tmp_path: Path) -> None:
+    async with engines() as [engine], edges(tmp_path, engine, count=1) as router:
+        bad = post(b'{"model":"\\ud800","messages":[{"role":"user","content":"hi"}]}')
+        asked = [router.request(bad if at % 5 == 0 else None) for at in range(20)]
+        statuses = [one.status for one in await asyncio.gather(*asked)]
+        assert statuses.count(200) == 16 and all(status >= 400 for status in statuses[::5])
+        await until_in_flight(router, 0)
+
+
+async def test_a_brain_starts_again_although_its_file_is_broken(tmp_path: Path) -> None:
+    async with engines() as [engine], edges(tmp_path, engine) as router:
+        (tmp_path / "router.toml").write_text("no configuration")
+        os.kill(pids(router)["brain"], signal.SIGKILL)
+        await until(lambda: sum("brain_started" in line for line in router.lines) == 2, "", PATIENCE_S)
+        assert router.logged("config_rejected") and (await router.request()).status == 200
+
+
+async def test_many_open_calls_reach_the_next_brain(tmp_path: Path) -> None:
+    async with engines() as [engine], edges(tmp_path, engine, count=1) as router:
+        release = asyncio.Event()
+        engine.behave = script(SSE_HEAD, chunk(sse_event(0)), release, chunk(sse_event(1)), DONE)
+        text = "word " * 40_000
+        streams = [await router.connect() for _ in range(100)]
+        for number, one in enumerate(streams):
+            one.write(post(chat(f"{number} {text}", stream=True), headers=["Connection: close"]))
+        for one in streams:
+            assert (await one.head()).status == 200
+        os.kill(pids(router)["brain"], signal.SIGKILL)
+        await until(lambda: router.logged("edge_resynced edge=edge-1 calls=100"), "", PATIENCE_S)
+        release.set()
+        assert all([DONE.rstrip() in await one.rest() for one in streams])
+        await until_in_flight(router, 0)

@@ -39,6 +39,7 @@ FROM_EDGE = [
     CancelCall(1, Left.LEFT),
     wire.Resync([Resume(Arrive(1, b"id", REQUEST), (OpenTry(1, Role.DECODE, "n", 1.0, 200, 2.0),), 100, True)], [4]),
     wire.Report(3, [(404, "not_found", 2)], {"r": 1}, [("m", "exact", 3)], (0,) * len(wire.COUNTS), (0,) * 4),
+    wire.Bye(),
     wire.EndedEarlyFrame(None, wire.KeptFrame(5), 1.0, 404, "x", False, REQUEST, b"id"),
 ]
 ROW = NodeRow(1, "n", "http", "h", 80, "", "vllm", "mixed", 0)

@@ -114,7 +114,7 @@ async def test_nothing_is_searched_if_discovery_is_off_or_a_path_is_configured(
     assert not search.searched
     status = registry.status("qwen")
     assert status.source == ("" if off else "configured")
-    assert status.reason == ("prompts.discover_tokenizers is off" if off else "")
+    assert status.reason == ("the router does not look for tokenizers" if off else "")
     registry.close()
 
 

@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from warmroute.config import Config, ConfigError
 from warmroute.core import snapshot
-from warmroute.core.calls import LEAVING, STARTED
+from warmroute.core.calls import LEAVING, READING, STARTED
 from warmroute.core.messages import (
     DUE,
     UNKNOWN,
@@ -46,6 +47,7 @@ from warmroute.core.wire import (
     OLDEST,
     VERSION,
     Beat,
+    Bye,
     EndedEarlyFrame,
     FrameReader,
     Hello,
@@ -81,6 +83,41 @@ RESYNC_S: Final = 2.0
 """How long the calls of an edge without a link are kept."""
 CHECK_S: Final = 0.1
 SNAPSHOT_S: Final = 5.0
+MAX_REPORTS: Final = 1000
+
+
+class KeptConfig:
+    """The last configuration that could be used: a brain that starts again must not depend on a file that is being
+    edited."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = folder / "configuration"
+        self._first: Config | None = None
+
+    def first(self, read: Callable[[], Config]) -> Config:
+        """Return the configuration to start with. Raises ConfigError if there was never one that could be read."""
+        try:
+            self._first = read()
+            self._keep(self._first)
+        except ConfigError as error:
+            if not self._file.exists():
+                raise
+            log.error("config_rejected", "The brain starts with the previous configuration.", reason=error)
+            self._first = msgspec.json.decode(self._file.read_bytes(), type=Config)
+        return self._first
+
+    def read(self, read: Callable[[], Config]) -> Config:
+        """Return the configuration: that of `first` once, then that of the file. Raises ConfigError."""
+        config, self._first = self._first, None
+        if config is None:
+            config = read()
+            self._keep(config)
+        return config
+
+    def _keep(self, config: Config) -> None:
+        part = self._file.with_suffix(".part")
+        part.write_bytes(msgspec.json.encode(config))
+        part.replace(self._file)
 
 
 class LearnedFile:
@@ -161,6 +198,8 @@ class BrainServer:
         """What the edges get at the end of this turn, by their numbers."""
         self._cards: dict[str, tuple[dict[str, Any], ...]] = {}
         self._tables_version = 0
+        self._reports: dict[int, Report | None] = {}
+        """The last ones of edges that have ended, which may come back."""
         self._gone: dict[str, int] = {}
         """Totals of the counters of edges that have ended."""
         self._server: Server | None = None
@@ -239,6 +278,8 @@ class BrainServer:
                     log.error("edge_sent_garbage", "Its link is closed.", edge=connection.name, reason=error)
                     connection.close()
                     break
+                except Exception as error:  # a bug at one message must not cost the others
+                    log.error("brain_link_failed", "The brain goes on.", reason=where_it_failed(error))
         if self._brain.due_now:
             asyncio.get_running_loop().call_soon(self.tell, DUE)
         self._flush()
@@ -273,6 +314,8 @@ class BrainServer:
             self._resync(edge, message, now_s, shift_s)
         elif isinstance(message, EndedEarlyFrame):
             self._ended_early(message, shift_s)
+        elif isinstance(message, Bye):
+            self._left(edge)
 
     def _greet(self, connection: _Connection, hello: Hello) -> None:
         if hello.version < OLDEST or hello.fence > self.fence:
@@ -282,6 +325,7 @@ class BrainServer:
         edge = self.edges.get(hello.edge)
         if edge is None:
             edge = self.edges[hello.edge] = Edge(hello.edge, hello.name, hello.pid)
+            edge.report = self._reports.pop(hello.edge, None)
             log.info("edge_joined", edge=edge.name, pid=edge.pid)
         elif edge.connection is not None:
             edge.connection.close()
@@ -347,14 +391,29 @@ class BrainServer:
         if edge is not None and edge.connection is connection:
             edge.connection, edge.lost_s = None, self._now()
 
+    def _left(self, edge: Edge) -> None:
+        """An edge has ended in order."""
+        connection, edge.connection = edge.connection, None
+        if connection is not None:
+            connection.edge = None
+        self._reports[edge.number] = edge.report
+        del self.edges[edge.number]
+        self._service.tables.edges = max(1, len(self.edges))
+        for id in self._ids_of(edge):
+            self._keep(self._brain.handle(Cancel(id, Left.LOST), self._now()))
+        log.info("edge_left", edge=edge.name)
+
     def _end(self, edge: Edge) -> None:
         """An edge has ended: its clients have lost their connections."""
         del self.edges[edge.number]
+        self._reports[edge.number] = edge.report
+        while len(self._reports) > MAX_REPORTS:
+            del self._reports[next(iter(self._reports))]
         self._gone["ended"] = self._gone.get("ended", 0) + 1
         self._service.tables.edges = max(1, len(self.edges))
         ids = self._ids_of(edge)
         for id in ids:
-            self._keep(self._brain.handle(Cancel(id, Left.LEFT, "the edge has ended"), self._now()))
+            self._keep(self._brain.handle(Cancel(id, Left.LEFT), self._now()))
         log.error("edge_ended", "Its clients have lost their connections.", edge=edge.name, requests=len(ids))
 
     def _ids_of(self, edge: Edge) -> list[int]:
@@ -370,7 +429,7 @@ class BrainServer:
         handle, keep, open_calls = self._brain.handle, self._keep, self._brain.open
         for id in self._ids_of(edge):
             if id not in listed:
-                keep(handle(Cancel(id, Left.LEFT, "the edge had lost its link"), now_s))
+                keep(handle(Cancel(id, Left.LOST), now_s))
         for resume in resync.calls:
             if shift_s:
                 _shift(resume, shift_s)
@@ -379,6 +438,11 @@ class BrainServer:
                 arrive.kept = self._kept(arrive.kept, arrive.request)
             call = open_calls.get(resume.id)
             if call is None:
+                keep(handle(resume, now_s))
+            elif call.state == READING:  # its Arrive was lost
+                keep(handle(arrive, now_s))
+            elif _has_others(call, resume):
+                keep(handle(Cancel(call.id, Left.LOST), now_s))
                 keep(handle(resume, now_s))
             else:
                 for event in _differences(call, resume):
@@ -490,8 +554,9 @@ class _Connection(asyncio.Protocol):
         transport = self._transport
         if transport is None:
             return
+        unsent_bytes = transport.get_write_buffer_size()
         transport.write(encode(self._server._now(), messages))
-        if transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
+        if unsent_bytes > MAX_UNSENT_BYTES:
             log.error("edge_does_not_read", "Its link is closed.", edge=self.name)
             self.close()
 
@@ -503,7 +568,7 @@ class _Connection(asyncio.Protocol):
         self._server.lost(self)
 
 
-_LINK: Final = (Hello, Resync, Report, EndedEarlyFrame)
+_LINK: Final = (Hello, Resync, Report, EndedEarlyFrame, Bye)
 """Messages about the link. The others are of calls."""
 
 
@@ -531,6 +596,13 @@ def _trace(frame: TraceFrame) -> EdgeTrace:
     )
     trace.span_seed = frame.span_seed
     return trace
+
+
+def _has_others(call: Call, resume: Resume) -> bool:
+    """Return whether none of the tries that the edge has, or none that the brain has, is known to the other: commands
+    were lost, or the edge has decided alone."""
+    here, there = {one.number for one in call.open_tries()}, {one.try_ for one in resume.tries}
+    return bool(there - here) or bool(here and not there)
 
 
 def _differences(call: Call, resume: Resume) -> Iterable[Any]:

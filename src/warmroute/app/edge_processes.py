@@ -23,9 +23,9 @@ from warmroute import build, build_advice
 from warmroute.app.process import ADMIN_SOCKET, EXIT_GRACE_S, Systemd
 from warmroute.app.process_seat import Seat
 from warmroute.app.startup import url_host, warn_without_keys
-from warmroute.config import Config
+from warmroute.config import Config, ConfigError
 from warmroute.edge.balance import memory_for
-from warmroute.edge.sockets import open_tcp_socket, open_unix_socket, server_tls
+from warmroute.edge.sockets import drop_handshakes, open_tcp_socket, open_unix_socket, server_tls
 from warmroute.event_log import EventLog
 
 log = EventLog("warmroute.service")
@@ -33,6 +33,8 @@ log = EventLog("warmroute.service")
 HUNG_S: Final = 2.0
 KILL_S: Final = 0.5
 CHECK_S: Final = 0.1
+START_S: Final = 60.0
+"""A process that does not serve so long after its start hangs."""
 ALL_SILENT_S: Final = 6.0
 """If all are silent at once, the machine is likely to be at fault: they have this long."""
 FIRST_PAUSE_S: Final = 0.1
@@ -121,9 +123,10 @@ class Child:
 
 
 class EdgeProcesses:
-    def __init__(self, config: Config, edges: int, command: Sequence[str]) -> None:
-        """`command` starts a brain or an edge, as the seat in its environment says."""
-        self.config = config
+    def __init__(self, read_config: Callable[[], Config], edges: int, command: Sequence[str]) -> None:
+        """`command` starts a brain or an edge, as the seat in its environment says. Raises ConfigError."""
+        self._read_config = read_config
+        self.config = read_config()
         self._count = edges
         self._command = command
         self._systemd = Systemd(os.environ)
@@ -268,12 +271,17 @@ class EdgeProcesses:
         alive_s = 0.0
         while True:
             await asyncio.sleep(CHECK_S)
-            ready = False
             for child in self._children.values():
-                ready = child.listen(CHECK_S) or ready
-            if ready:
-                self._note_ready()
+                if child.listen(CHECK_S):
+                    self._note_ready()
             serving = [child for child in self._children.values() if child.serves]
+            for child in self._children.values():
+                hangs = self._has_served and not (child.serves or child.served or child.ending)
+                if hangs and time.monotonic() > child.started_s + START_S:
+                    log.error(
+                        "process_hung", "It does not serve. The parent ends it.", process=child.name, pid=child.pid
+                    )
+                    self._spawn(child.end())
             limit_s = HUNG_S if any(child.silent_s < HUNG_S for child in serving) else ALL_SILENT_S
             for child in serving:
                 if child.silent_s >= limit_s and not child.ending:
@@ -301,7 +309,7 @@ class EdgeProcesses:
     def _reload(self) -> None:
         self._systemd.reloading()
         brain = self._children.get(("brain", 0))
-        if brain is not None:
+        if brain is not None and brain.serves:  # one that starts reads the file anyway
             brain.signal(signal.SIGHUP)
         self._note_ready()
 
@@ -309,8 +317,14 @@ class EdgeProcesses:
 
     async def _stop(self) -> None:
         """Let the edges finish their requests, then end the brain. A second signal cuts running requests off."""
+        with suppress(ConfigError):  # else it goes by the last one that could be read
+            self.config = self._read_config()
         loop, shutdown = asyncio.get_running_loop(), self.config.shutdown
         self._systemd.stopping()
+        if not self._inherited:
+            for one in self._sockets:
+                if one.family != socket.AF_UNIX:
+                    drop_handshakes(one.fileno())
         self._close_sockets()  # the edges have them, and accept who waits there
         log.info("service_stopping", "Running requests finish first.", deadline_s=shutdown.deadline_s)
         for number in (signal.SIGTERM, signal.SIGINT):

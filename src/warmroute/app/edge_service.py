@@ -77,7 +77,7 @@ class EdgeService:
         self._sockets = sockets
         self.timers = TimerWheel(time.monotonic)
         self.plain_sockets = PlainSockets()
-        self.link = BrainLink(self.name, brains, self, self.plain_sockets)
+        self.link = BrainLink(self.name, seat.number, brains, self, self.plain_sockets)
         self._config = Config()
         self.proxy: Proxy
         self._is_built = False
@@ -266,7 +266,7 @@ class EdgeService:
             for server in self._servers:
                 if not self._seat.keeps_waiting:
                     server.resume_accepting()
-                    await accept_the_last(server.sockets)
+                    await accept_the_last(server.sockets, alone=False)  # at a stop of all, the parent drops handshakes
                 server.close()
             self.listener.close_idle()
             await finish_requests(self.listener, self._stop_now, shutdown.deadline_s)

@@ -280,6 +280,7 @@ NODE_BITS: Final = 20
 """A brain numbers its nodes from its fencing number on, shifted by this many bits: no edge takes one for another's."""
 GC_THRESHOLD = 20_000
 """How many more objects there must be than at the last garbage collection: requests in flight alone start none."""
+SOURCES_S: Final = 0.02
 WRONG_KEY_DELAY_S = 0.5
 """How long a client with a wrong key waits for its 401: one that repeats it in a loop then costs little."""
 SWITCH_INTERVAL_S = 0.0005
@@ -609,12 +610,21 @@ class Service:
             await self.scaling.start()
         if config.startup.max_wait_s:
             self._tasks.append(loop.create_task(hold_until_started(self)))
-        if self.seat is not None:
+        if self.seat is not None and self.edges is not None:
             self._tasks.append(loop.create_task(self.seat.give_signs()))
+            if self.seat.fence > 1:  # the edges hold nothing back for this brain
+                await self._until_sources_listed(config.startup.max_wait_s)
+            self.edges.listen()
             self.seat.serves()
             log.info("brain_started", nodes=len(self.fleet), fence=self.seat.fence)
             return
         log_started(config, address, self.admin_port, len(self.fleet))
+
+    async def _until_sources_listed(self, within_s: float) -> None:
+        """Wait until the sources have listed their nodes."""
+        until_s = time.monotonic() + within_s
+        while self.discovery.pending and time.monotonic() < until_s:  # noqa: ASYNC110
+            await asyncio.sleep(SOURCES_S)
 
     async def _listen(self) -> str:
         """Open the listeners. Return the address for clients."""
@@ -622,8 +632,7 @@ class Service:
         tls, plain = self.certificates.load(), self.plain_sockets
         plain.start()
         if self.edges is not None:
-            assert self.seat is not None
-            self.edges.listen()
+            assert self.seat is not None  # edges may come once the sources have listed their nodes
             address = f"unix:{self.seat.brain_socket}"
         elif self.picker is not None:
             address = await self.picker.listen()

@@ -54,7 +54,7 @@ _OPERATIONS: Final = {
 """`gen_ai.operation.name` by path."""
 _ERRORS: Final = {
     Left.LEFT: (0, ""), Left.INTERNAL: (500, "internal_error"), Left.STOPPING: (503, "router_stopping"),
-    Left.CUT: (0, "deadline_exceeded"),
+    Left.CUT: (0, "deadline_exceeded"), Left.LOST: (0, ""),
 }  # fmt: skip
 """What the client got, by why the edge ended the call. The status counts where no response had begun."""
 _TERM_NAMES: Final = [(term, f"warmroute.price.{term}_ms") for term in TERMS]

@@ -508,6 +508,8 @@ class Calls:
         found = [(one, node) for one in event.tries if (node := self.fleet.find(one.node)) is not None]
         whole = [(one, node) for one, node in found if one.role is not _PREFILL]
         answering = [one for one in whole if one[0].status]
+        if not answering and any(one.role is _PREFILL for one in event.tries):
+            whole = []  # a pair that has not answered starts again
         for one in event.tries:
             if not one.status and not any(one is kept for kept, _ in answering or whole):
                 self.commands.append(Withdraw(call.id, one.try_))
@@ -1456,6 +1458,9 @@ class Calls:
                 self.close(call, main, _CANCELLED, now_s, reason)
         if why is Left.LEFT:
             self.counters.disconnects += 1
+        elif why is Left.LOST:
+            if call.charge is not None and not answering:
+                call.charge.cancel()
         elif why is Left.STOPPING and call.envoy:  # Envoy goes on by itself
             self.counters.cut_off += 1
         elif answering:

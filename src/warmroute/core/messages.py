@@ -333,6 +333,7 @@ class Left(enum.IntEnum):
     INTERNAL = 1  # the edge itself failed at it
     STOPPING = 2  # the router stops
     CUT = 3  # the core asked for it
+    LOST = 4  # the link between edge and core was lost, and the edge does not have it any more
 
 
 # What a status means.

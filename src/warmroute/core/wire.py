@@ -45,8 +45,8 @@ from warmroute.core.messages import (
 VERSION: Final = 1
 OLDEST: Final = 1
 """The oldest version that this side speaks, too."""
-MAX_FRAME_BYTES: Final = 64 << 20
-"""A captured prompt goes with its request."""
+MAX_FRAME_BYTES: Final = 256 << 20
+"""A Resync has the hashes of every open call."""
 MAX_UNSENT_BYTES: Final = 4 << 20
 """What may wait for a side that does not read, before its link is closed."""
 EDGE_BITS: Final = 40
@@ -132,6 +132,10 @@ class Welcome(msgspec.Struct, array_like=True, tag=48):
     version: int
     fence: int
     """Each brain that leads has a higher one than those before it."""
+
+
+class Bye(msgspec.Struct, array_like=True, tag=20):
+    """The edge ends in order: it has no calls any more."""
 
 
 class Resync(msgspec.Struct, array_like=True, tag=17):
@@ -221,7 +225,7 @@ class Beat(msgspec.Struct, array_like=True, tag=52):
 
 FromEdge = (
     Charge | Arrive | AnswerNow | Started | FirstToken | Ended | Prefilled | Failed | Withdrawn | Cancel
-    | Hello | Resync | EndedEarlyFrame | Report
+    | Hello | Resync | EndedEarlyFrame | Report | Bye
 )  # fmt: skip
 FromBrain = Send | Withdraw | Reject | Cut | Welcome | Settings | ModelCards | TablesFrame | Beat
 

@@ -168,7 +168,9 @@ class Alone:
             return None
         most = BOUND * (1 + sum([inflight.get(number, 0) for number in fit])) / len(fit)
         key = request.session_key() or request.prefix_key() or request.model.encode("utf-8", "surrogatepass")
-        order = sorted(fit, key=lambda number: blake2b(key, salt=rows[number].name.encode()[:16]).digest())
+        order = sorted(
+            fit, key=lambda number: blake2b(key + b"\0" + rows[number].name.encode(), digest_size=16).digest()
+        )
         return next((number for number in order if inflight.get(number, 0) < most), order[0])
 
     def _failed(self, call: _Call, event: Failed, now_s: float) -> Sequence[Command]:

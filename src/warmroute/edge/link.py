@@ -43,6 +43,7 @@ from warmroute.core.wire import (
     OLDEST,
     VERSION,
     Beat,
+    Bye,
     EndedEarlyFrame,
     FrameReader,
     Hello,
@@ -127,7 +128,7 @@ class Address(msgspec.Struct, frozen=True):
 
 class BrainLink:
     def __init__(
-        self, name: str, addresses: Sequence[Address], process: EdgeProcess, sockets: PlainSockets,
+        self, name: str, number: int, addresses: Sequence[Address], process: EdgeProcess, sockets: PlainSockets,
         now: Callable[[], float] = time.monotonic, tls: ssl.SSLContext | None = None,
     ) -> None:  # fmt: skip
         self.name = name
@@ -136,7 +137,7 @@ class BrainLink:
         self._sockets = sockets
         self._now = now
         self._tls = tls
-        self.edge = randbits(22) | 1
+        self.edge = randbits(14) << 8 | number
         """The number of this edge: its calls begin with it."""
         self.first_id = self.edge << EDGE_BITS
         self.fence = 0
@@ -151,6 +152,7 @@ class BrainLink:
         """Set while the edge decides by itself."""
         self.alone_since_s = inf
         self.times_alone = 0
+        self._closing = False
         self.configured = asyncio.Event()
         """A brain has sent settings and tables."""
 
@@ -191,7 +193,28 @@ class BrainLink:
         self._flushing = False
         out, self._out = self._out, []
         if self._connection is not None and out:
-            self._connection.send(out)
+            self._say(self._connection, out)
+
+    def _say(self, connection: _Connection, messages: list[Any]) -> None:
+        """Send messages. One that cannot be sent ends its call, and no other."""
+        try:
+            connection.send(messages)
+        except (ValueError, TypeError, OverflowError, msgspec.MsgspecError):
+            connection.send([one for one in messages if self._can_be_sent(one)])
+
+    def _can_be_sent(self, message: Any) -> bool:
+        if isinstance(message, Resync):
+            message.calls = [one for one in message.calls if self._can_be_sent(one)]
+            return True
+        try:
+            encode(0.0, [message])
+        except Exception as error:
+            self.open.pop(message.id, None)
+            exchange = self._process.proxy.exchanges.get(message.id)
+            if exchange is not None:
+                self._process.proxy.fail(exchange, error)
+            return False
+        return True
 
     # The link.
 
@@ -306,7 +329,9 @@ class BrainLink:
         self._connection, self.up = connection, True
         connection.settled.set()
         self._out = []
-        connection.send([Resync(self._open_calls(), [id for id, call in self.open.items() if call.arrive is None])])
+        reading = [id for id, call in self.open.items() if call.arrive is None]
+        self._say(connection, [Resync(self._open_calls(), reading)])
+        connection.up_s = self._now()
         if self.alone is not None:
             log.info(
                 "brain_found", "The edge asks it again.", alone_s=round(self._now() - self.alone_since_s, 1),
@@ -318,13 +343,18 @@ class BrainLink:
     def lost(self, connection: _Connection, reason: str) -> None:
         if connection is not self._connection:
             return
-        self._connection, self.up, self._out, self.lost_s = None, False, [], self._now()
-        log.warning("brain_lost", "Responses go on; new requests wait for it.", reason=reason, calls=len(self.open))
+        now_s, was_up = self._now(), self.up
+        self._connection, self.up, self._out = None, False, []
+        if not was_up or now_s > connection.up_s + PATIENCE_S:  # else it has not really been there
+            self.lost_s = now_s
+        if not self._closing:
+            log.warning("brain_lost", "Responses go on; new requests wait for it.", reason=reason, calls=len(self.open))
 
     async def close(self) -> None:
         """Say what is left to say, and close the link."""
+        self._closing = True
         if self.up:
-            self._send([self._process.report(self.tables.version), *self._ended_early()])
+            self._send([self._process.report(self.tables.version), *self._ended_early(), Bye()])
             await asyncio.sleep(0)
         if self._connection is not None:
             self._connection.close("")
@@ -340,6 +370,7 @@ class BrainLink:
             "of the limits.",
             calls=len(self.open), nodes=len(self.tables.nodes),
         )  # fmt: skip
+        self._process.proxy.release_requests()  # those that waited for the start
         for resume in self._open_calls():
             self._process.proxy.obey(alone.take_over(resume, now_s))
 
@@ -369,7 +400,7 @@ class _Connection(asyncio.Protocol):
         self._address = address
         self._reader = FrameReader(of_edge=False)
         self._transport: Link | None = None
-        self.heard_s = link._now()
+        self.heard_s = self.up_s = link._now()
         self.settled = asyncio.Event()
         """Tables have come, or the connection has ended."""
         self.is_new_brain = False
@@ -415,8 +446,9 @@ class _Connection(asyncio.Protocol):
         transport = self._transport
         if transport is None:
             return
+        unsent_bytes = transport.get_write_buffer_size()
         transport.write(encode(self._link._now(), messages))
-        if transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
+        if unsent_bytes > MAX_UNSENT_BYTES:
             self.close("it does not read")
 
     def close(self, reason: str) -> None:

@@ -257,7 +257,7 @@ class Proxy:
                         else:
                             exchange.cut(command)
                     except Exception as error:
-                        self._failed(exchange, error)
+                        self.fail(exchange, error)
                 answer = self._later
                 if answer:
                     self._later = []
@@ -272,7 +272,7 @@ class Proxy:
         self._due_comes = False
         self.tell(DUE)
 
-    def _failed(self, exchange: CallExchange, error: Exception) -> None:
+    def fail(self, exchange: CallExchange, error: Exception) -> None:
         """The edge failed at one call. It ends, and no other."""
         try:
             exchange.internal_error(error)
@@ -371,7 +371,7 @@ class Proxy:
             else:
                 self.arrive(exchange, prompt)
         except Exception as error:
-            self._failed(exchange, error)
+            self.fail(exchange, error)
 
     def _see_whether_it_splits(
         self, exchange: CallExchange, path: bytes, body: bytes, outline: Outline | None, tables: Tables
@@ -505,7 +505,7 @@ class Proxy:
             else:
                 self.arrive(exchange, prompt)
         except Exception as error:
-            self._failed(exchange, error)
+            self.fail(exchange, error)
 
     # What exchanges need.
 

@@ -512,18 +512,19 @@ def _remove_stale_socket(path: str) -> None:
     raise ConfigError(f"cannot listen on {path}: another process listens there")
 
 
-async def accept_the_last(sockets: Sequence[Any]) -> None:
+async def accept_the_last(sockets: Sequence[Any], alone: bool = True) -> None:
     """Let listening sockets, which are still served, accept what waits in the kernel, and nothing more.
 
     When a listening socket is closed, the kernel resets the connections that it has set up and nobody has accepted,
     whatever their clients have sent already. So no handshake may begin any more, and those that have begun may end.
-    A client whose SYN is dropped sends it again, and is refused then.
+    A client whose SYN is dropped sends it again, and is refused then. `alone`: no other process serves these sockets.
     """
     waiting, remote = select.poll(), False
     for one in sockets:
         waiting.register(one.fileno(), select.POLLIN)
+        if one.family != socket.AF_UNIX and alone:
+            drop_handshakes(one.fileno())
         if one.family != socket.AF_UNIX:
-            _drop_handshakes(one.fileno())
             remote = remote or not one.getsockname()[0].startswith(("127.", "::1"))
     if remote:
         await asyncio.sleep(HANDSHAKE_S)
@@ -533,7 +534,7 @@ async def accept_the_last(sockets: Sequence[Any]) -> None:
         await asyncio.sleep(_TURN_S)
 
 
-def _drop_handshakes(fd: int) -> None:
+def drop_handshakes(fd: int) -> None:
     """Make the kernel ignore clients that begin to connect. Where it cannot, a client may be reset."""
     code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in _NO_SYN))
     with suppress(OSError), socket.socket(fileno=os.dup(fd)) as same:

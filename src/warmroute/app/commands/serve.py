@@ -7,6 +7,7 @@ import asyncio
 import faulthandler
 import socket
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
@@ -15,6 +16,7 @@ import uvloop
 
 from warmroute import config as configuration
 from warmroute.app import log as logs
+from warmroute.app.brain_server import KeptConfig
 from warmroute.app.commands import port, whole
 from warmroute.app.edge_processes import EdgeProcesses
 from warmroute.app.edge_service import EdgeService
@@ -98,7 +100,7 @@ def run_serve(args: argparse.Namespace) -> int:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         if edges:
             command = [sys.executable, "-m", "warmroute", *args.own_arguments]
-            return runner.run(_supervise(config, edges, command))
+            return runner.run(_supervise(lambda: read_config(args, "listen"), edges, command))
         keep_freed_memory()
         raise_file_limit()
         runner.run(Service(lambda: read_config(args, "listen"), args.config).run_until_signal())
@@ -106,8 +108,8 @@ def run_serve(args: argparse.Namespace) -> int:
     return 0
 
 
-async def _supervise(config: Config, edges: int, command: list[str]) -> int:
-    return await EdgeProcesses(config, edges, command).run_until_signal()
+async def _supervise(read: Callable[[], Config], edges: int, command: list[str]) -> int:
+    return await EdgeProcesses(read, edges, command).run_until_signal()
 
 
 def _run_process(args: argparse.Namespace, seat: Seat) -> int:
@@ -117,9 +119,9 @@ def _run_process(args: argparse.Namespace, seat: Seat) -> int:
     keep_freed_memory()
     raise_file_limit()
     if seat.kind == "brain":
-        config = read_config(args, "listen")
-        logs.set_up(config.log, seat.name)
-        service: Service | EdgeService = Service(lambda: read_config(args, "listen"), args.config, seat=seat)
+        kept, read = KeptConfig(Path(seat.folder)), lambda: read_config(args, "listen")
+        logs.set_up(kept.first(read).log, seat.name)
+        service: Service | EdgeService = Service(lambda: kept.read(read), args.config, seat=seat)
     else:
         logs.set_up(configuration.Log(), seat.name)
         sockets = [socket.socket(fileno=fd) for fd in seat.listening_fds]
