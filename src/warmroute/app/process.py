@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, MutableMapping
+from contextlib import suppress
 from math import ceil
 from pathlib import Path
 from typing import Any, Final
@@ -300,6 +301,7 @@ def raise_file_limit() -> int:
 
 # What `ps` shows of a process.
 
+_PR_SET_PDEATHSIG: Final = 1
 _PR_SET_NAME: Final = 15
 _ARG_START: Final = 47
 """Of /proc/self/stat, counted from 0: where the arguments begin and end in memory."""
@@ -317,6 +319,12 @@ def show_as(title: str) -> None:
             ctypes.memmove(start, title.encode()[: size - 1].ljust(size, b"\0"), size)
     except (OSError, ValueError, IndexError, AttributeError):  # another system than Linux
         pass
+
+
+def go_on_without_parent() -> None:
+    """Let the system send SIGCONT when the parent ends: a process that somebody has stopped then notices, and ends."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGCONT), 0, 0, 0)
 
 
 # Measures the delay of the event loop: how late it runs a timer.

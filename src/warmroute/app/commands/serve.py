@@ -20,7 +20,7 @@ from warmroute.app.brain_server import KeptConfig
 from warmroute.app.commands import port, whole
 from warmroute.app.edge_processes import EdgeProcesses
 from warmroute.app.edge_service import EdgeService
-from warmroute.app.process import keep_freed_memory, leave, raise_file_limit, show_as
+from warmroute.app.process import go_on_without_parent, keep_freed_memory, leave, raise_file_limit, show_as
 from warmroute.app.process_seat import Seat, take_seat
 from warmroute.app.service import EnvoyClients, Service
 from warmroute.app.startup import check_startup
@@ -115,6 +115,7 @@ async def _supervise(read: Callable[[], Config], edges: int, command: list[str])
 def _run_process(args: argparse.Namespace, seat: Seat) -> int:
     """Be the brain or an edge of `serve --edges`."""
     show_as(seat.title)
+    go_on_without_parent()
     faulthandler.enable()  # a process that hangs gets SIGABRT
     keep_freed_memory()
     raise_file_limit()
