@@ -51,7 +51,9 @@ class CacheView:
         self._served: dict[str, dict[str, tuple[str, str]]] = {}
         """Node → its served models, each with its base model and adapter."""
         self._models: dict[str, tuple[str, str]] = {}
-        self._chain_keys: dict[str, tuple[tuple[str, str, int], ...]] | None = None
+        self.chain_keys: dict[str, tuple[tuple[str, str, int], ...]] = {}
+        """What the blocks of each served model are hashed with: base model, adapter, block size. A new object whenever
+        something in it has changed."""
         """Those of all nodes. Where nodes differ, the latest one counts."""
         self._block_sizes: dict[str, set[int]] = {}
         """Base model → block sizes of the nodes that serve it."""
@@ -143,7 +145,7 @@ class CacheView:
         models: dict[str, tuple[str, str]] = {}
         for served in self._served.values():
             models.update(served)
-        self._models, self._chain_keys = models, None
+        self._models = models
 
     def remove_node(self, name: str) -> None:
         cache = self._caches.pop(name, None)
@@ -156,23 +158,20 @@ class CacheView:
                 self._update_models()
             self._update_block_sizes()
 
-    @property
-    def chain_keys(self) -> dict[str, tuple[tuple[str, str, int], ...]]:
-        """What the blocks of each served model are hashed with: base model, adapter, block size. A new object whenever
-        something in it has changed."""
-        if self._chain_keys is None:
-            self._chain_keys = {
-                model: tuple([(base, lora, size) for size in sorted(self._block_sizes.get(base, ()))])
-                for model, (base, lora) in self._models.items()
-            }
-        return self._chain_keys
+    def _update_chain_keys(self) -> None:
+        found = {
+            model: tuple([(base, lora, size) for size in sorted(self._block_sizes.get(base, ()))])
+            for model, (base, lora) in self._models.items()
+        }
+        if found != self.chain_keys:
+            self.chain_keys = found
 
     def _update_block_sizes(self) -> None:
-        self._chain_keys = None
         sizes: dict[str, set[int]] = {}
         for cache in self._caches.values():
             sizes.setdefault(cache.model, set()).add(cache.block_size)
         self._block_sizes = sizes
+        self._update_chain_keys()
 
     # Lookups.
 
