@@ -14,7 +14,15 @@ from support.serve_process import serve
 
 from warmroute.app.main import main
 from warmroute.config import Config, ConfigError, describe_keys, from_table, tables
+from warmroute.config.file import EXPERIMENT
 from warmroute.config.section import REMOVED_IN, Section, keys_of, removed_keys_of, section_of
+
+
+@pytest.fixture(autouse=True)
+def _no_experiment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Benchmarks that other tests import set the variable."""
+    monkeypatch.delenv(EXPERIMENT, raising=False)
+
 
 MAX_KEYS = 185
 RELEASE_0_2 = Path(__file__).parent / "fixtures" / "config_0_2"

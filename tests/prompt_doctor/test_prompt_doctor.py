@@ -111,7 +111,7 @@ def test_prompts_whose_cached_tokens_nobody_counts_are_not_judged() -> None:
     assert route["samples"] == 0 and "routing.policy" in route["unavailable"] and not traffic.doctor.findings
     traffic.looks_up_caches = True
     [route] = traffic.doctor.describe(0.0)["routes"]
-    assert "Set routing.policy" not in route["unavailable"] and "min_prompt_tokens" in route["unavailable"]
+    assert "Set routing.policy" not in route["unavailable"] and "shorter than 200 tokens" in route["unavailable"]
     for _ in range(10):
         traffic.send(examples.chat(f"Time: {examples.stamp()}\n{SYSTEM}"))
     traffic.examine()
