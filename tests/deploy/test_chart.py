@@ -154,12 +154,16 @@ def test_tables_that_the_chart_writes_take_further_keys(tmp_path: Path) -> None:
     values = tmp_path / "values.yaml"
     values.write_text(
         "keda: {enabled: true, trigger: external-push}\nengines: {deployment: vllm}\n"
-        "tables:\n  scaling: {prewarm_prefixes: 4, interval_s: 2}\n"
-        '  log: {level: debug}\n  admin: {}\n  discovery: {models: [a, "b\\"c"], role: decode}\n'
+        "tables:\n  scaling: {load_timeout_s: 4, scale_to_zero_after_s: 2}\n"
+        '  log: {level: debug}\n  admin: {}\n  discovery: {gpu: "b\\"c", role: decode}\n'
     )
     config = config_of(render("-f", str(values)))
-    assert (config.scaling.prewarm_prefixes, config.scaling.interval_s, config.log.level) == (4, 2.0, "debug")
-    assert config.discovery[0].models == ("a", 'b"c') and config.discovery[0].role == "decode"
+    assert (config.scaling.load_timeout_s, config.scaling.scale_to_zero_after_s, config.log.level) == (
+        4.0,
+        2.0,
+        "debug",
+    )
+    assert config.discovery[0].gpu == 'b"c' and config.discovery[0].role == "decode"
 
 
 def test_a_changed_secret_restarts_the_pods_and_a_changed_configuration_does_not() -> None:
