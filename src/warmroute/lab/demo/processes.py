@@ -18,6 +18,7 @@ import msgspec
 
 from warmroute import http_client
 from warmroute.config import ConfigError
+from warmroute.config.file import EXPERIMENT
 
 # Warmroute commands as child processes that never outlive their parent.
 
@@ -36,6 +37,8 @@ class Child:
             stdout=subprocess.PIPE,
             stderr=self._stderr,
             start_new_session=True,
+            # The demo lasts a minute: its router looks back for seconds, which is no key of a file.
+            env=os.environ | {EXPERIMENT: "1"},
         )
 
     def first_line(self) -> bytes:
