@@ -19,6 +19,7 @@
 # make trace          count the Python calls that one streamed request costs
 # make bench          figures on this machine (docs/lab/benchmarks.md explains them)
 # make page           build the live page (ui/) into src/warmroute/app/page; needs Node.js 20 or later
+# make test-edges   brain and edges of `serve --edges`: killed, stopped, restarted
 # make test-browser   the live page in Debian's Chromium, under load; with WARMROUTE_SCREENSHOTS=1 it writes docs/images
 # make monitoring     write Grafana's dashboard and Prometheus' alert rules into deploy/
 # make test-promtool  the alert rules and dashboard with Debian's Prometheus: promtool, and a server that scrapes a router
@@ -32,7 +33,7 @@ READY := $(VENV)/.ready
 SOURCES_C := $(wildcard src/warmroute/_kernel/*.[ch])
 PIP := -m pip install --quiet --disable-pip-version-check
 
-.PHONY: run test lint compile test-compiled sanitize wheel test-build release coverage test-pythons test-real test-real-kubernetes test-deploy manifests test-mirrors test-picker test-data test-browser page oracle trace bench monitoring test-promtool docs lock clean
+.PHONY: run test lint compile test-compiled sanitize wheel test-build release coverage test-pythons test-real test-real-kubernetes test-deploy manifests test-mirrors test-picker test-data test-edges test-browser page oracle trace bench monitoring test-promtool docs lock clean
 
 run: $(RUNTIME)
 	$(BIN)/warmroute demo $(ARGS)
@@ -164,6 +165,9 @@ test-browser: $(READY) ui/node_modules/.ready
 	$(BIN)/python -m pytest -m browser tests/browser $(ARGS)
 
 # Debian's package: prometheus.
+test-edges: $(READY)
+	$(BIN)/python -m pytest -m processes tests/edges $(ARGS)
+
 test-promtool: $(READY)
 	$(BIN)/python -m pytest -m promtool tests/monitoring $(ARGS)
 

@@ -93,6 +93,7 @@ async def begun_streams(router: ServeProcess, count: int) -> list[RawConnection]
     return streams
 
 
+@pytest.mark.processes
 async def test_one_brain_decides_for_all_edges(tmp_path: Path) -> None:
     async with engines(2) as both, edges(tmp_path, *both) as router:
         assert set(pids(router)) == {"brain", "edge 1", "edge 2"}
@@ -113,6 +114,7 @@ async def until_metric(router: ServeProcess, name: str, value: float) -> None:
             await asyncio.sleep(0.1)
 
 
+@pytest.mark.processes
 async def test_a_killed_brain_costs_no_stream_and_no_request(tmp_path: Path) -> None:
     async with engines() as [engine], edges(tmp_path, engine) as router:
         release = asyncio.Event()
@@ -132,6 +134,7 @@ async def test_a_killed_brain_costs_no_stream_and_no_request(tmp_path: Path) -> 
         assert (await router.request()).status == 200
 
 
+@pytest.mark.processes
 async def test_a_stopped_brain_is_replaced(tmp_path: Path) -> None:
     async with engines() as [engine], edges(tmp_path, engine) as router:
         release = asyncio.Event()
@@ -148,6 +151,7 @@ async def test_a_stopped_brain_is_replaced(tmp_path: Path) -> None:
         await until_in_flight(router, 0)
 
 
+@pytest.mark.processes
 async def test_the_next_brain_knows_what_operators_did(tmp_path: Path) -> None:
     async with engines(2) as [first, second], edges(tmp_path, first, second) as router:
         assert (await admin(router, "/admin/nodes/node-0/drain", "POST"))[0] == 200
@@ -159,6 +163,7 @@ async def test_the_next_brain_knows_what_operators_did(tmp_path: Path) -> None:
         assert len(first.seen) == before and second.seen
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 async def test_an_edge_that_ends_takes_only_its_own_clients_along(tmp_path: Path, how: signal.Signals) -> None:
     async with engines() as [engine], edges(tmp_path, engine) as router:
@@ -179,6 +184,7 @@ async def test_an_edge_that_ends_takes_only_its_own_clients_along(tmp_path: Path
             assert router.logged("process_hung")
 
 
+@pytest.mark.processes
 async def test_without_a_brain_an_edge_chooses_by_itself(tmp_path: Path) -> None:
     async with engines(2) as both, edges(tmp_path, *both, count=1) as router:
         first = both[0]
@@ -211,6 +217,7 @@ async def test_a_limit_is_exact_over_all_edges(tmp_path: Path) -> None:
         assert statuses.count(429) == 40 - statuses.count(200)
 
 
+@pytest.mark.processes
 async def test_a_reload_reaches_all_edges(tmp_path: Path) -> None:
     async with engines(2) as [first, second], edges(tmp_path, first) as router:
         for _ in range(4):
@@ -227,6 +234,7 @@ async def test_a_reload_reaches_all_edges(tmp_path: Path) -> None:
         assert [one.status for one in large] == [413] * 6
 
 
+@pytest.mark.processes
 async def test_it_stops_after_its_requests(tmp_path: Path) -> None:
     async with engines() as [engine], edges(tmp_path, engine) as router:
         release = asyncio.Event()
@@ -271,6 +279,7 @@ def _lines(folder: Path) -> list[str]:
     return [line for file in folder.glob("*") for line in file.read_text().splitlines()]
 
 
+@pytest.mark.processes
 async def test_an_edge_that_is_told_to_end_leaves_the_port_to_the_others(tmp_path: Path) -> None:
     async with engines() as [engine], edges(tmp_path, engine) as router:
         os.kill(pids(router)["edge 1"], signal.SIGTERM)
@@ -288,6 +297,7 @@ async def test_a_name_that_cannot_be_sent_costs_its_own_request_only(tmp_path: P
         await until_in_flight(router, 0)
 
 
+@pytest.mark.processes
 async def test_a_brain_starts_again_although_its_file_is_broken(tmp_path: Path) -> None:
     async with engines() as [engine], edges(tmp_path, engine) as router:
         (tmp_path / "router.toml").write_text("no configuration")
@@ -296,6 +306,7 @@ async def test_a_brain_starts_again_although_its_file_is_broken(tmp_path: Path) 
         assert router.logged("config_rejected") and (await router.request()).status == 200
 
 
+@pytest.mark.processes
 async def test_many_open_calls_reach_the_next_brain(tmp_path: Path) -> None:
     async with engines() as [engine], edges(tmp_path, engine, count=1) as router:
         release = asyncio.Event()
