@@ -164,10 +164,10 @@ ui/node_modules/.ready: ui/package.json ui/package-lock.json
 test-browser: $(READY) ui/node_modules/.ready
 	$(BIN)/python -m pytest -m browser tests/browser $(ARGS)
 
-# Debian's package: prometheus.
 test-edges: $(READY)
 	$(BIN)/python -m pytest -m processes tests/edges $(ARGS)
 
+# Debian's package: prometheus.
 test-promtool: $(READY)
 	$(BIN)/python -m pytest -m promtool tests/monitoring $(ARGS)
 
