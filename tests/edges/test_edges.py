@@ -40,7 +40,7 @@ async def edges(
 
 async def all_serve(router: ServeProcess, count: int) -> None:
     async with asyncio.timeout(PATIENCE_S):
-        while not router.logged(f"edge=edge-{count} nodes="):  # noqa: ASYNC110
+        while sum("edge_started" in line for line in router.lines) < count:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
         while await metric(router, "warmroute_edges") < count or (await router.request(get("/ready"))).status != 200:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
@@ -99,7 +99,7 @@ async def test_one_brain_decides_for_all_edges(tmp_path: Path) -> None:
         assert set(pids(router)) == {"brain", "edge 1", "edge 2"}
         for _ in range(8):
             assert (await router.request()).status == 200
-        assert await metric(router, "warmroute_node_requests_total") == 8
+        await until_metric(router, "warmroute_node_requests_total", 8)
         decisions = json.loads((await admin(router, "/admin/decisions"))[1])
         assert decisions["stored"] == 8, "decisions of all edges are in one place"
         assert (await router.request(get("/v1/models"))).json["data"]

@@ -266,8 +266,8 @@ class EdgeProcesses:
     # While it runs.
 
     async def _watch(self) -> None:
-        """Notice processes that hang. The time counts in turns of this loop: a parent that was held up itself takes
-        nobody for hung."""
+        """Notice processes that hang. The time counts in turns of this loop, so that a parent that was held up itself
+        does not take its children for hung."""
         alive_s = 0.0
         while True:
             await asyncio.sleep(CHECK_S)

@@ -5,8 +5,8 @@
 
 A frame is a length of four bytes, and a MessagePack array: the sender's clock, and the messages of one turn of its
 event loop, in their order. Each message is an array that begins with its tag. A newer version of a message has more
-fields at its end, with defaults, so an older side reads what it knows. Nobody sends tags that the other side's version
-does not have.
+fields at its end, with defaults, so an older side reads what it knows. A side does not send tags that the other
+side's version does not have.
 
 The brain gets the hashes of a prompt from the edge (`Lookup.chains`), for every block size in Tables. The tokens stay
 at the edge.

@@ -56,7 +56,7 @@ class Balance:
             await asyncio.sleep(WRITE_S)
 
     def changed(self, connections: int) -> None:
-        """This edge has so many connections now."""
+        """`connections`: how many this edge has now."""
         self._connections = connections
         self._write()
         self._look()

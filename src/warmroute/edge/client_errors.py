@@ -25,7 +25,7 @@ TRACKED: Final = 64
 MAX_SOURCES: Final = 4
 """Sources and keys that are named."""
 MAX_FRESH: Final = 256
-"""Kinds of rejections that wait to be told to another process. Further ones are told without their sources."""
+"""Kinds of rejections that an edge keeps for its next report. It reports further ones without their sources."""
 NAME: Final = "client_errors"
 """Of the alert and of the line in the log."""
 NO_KEY: Final = "none"
